@@ -1,0 +1,1810 @@
+"""VER: train a recurrent policy with Variable Experience Rollout and PPO (Wijmans et al. 2022), in one file.
+
+Simulators are slow and uneven, and a trainer that steps N of them in lock-step always waits for the slowest. VER never
+waits: whichever environments have answered form the next inference batch, and a rollout ends when T x N steps are
+complete, no matter who contributed how many. What is still being simulated at that moment is carried over into the next
+rollout. The uneven experience is cut into mini-batches of equal size for a recurrent network, fast environments are
+weighted down, and PPO learns from data that (but for N steps at most) comes from the current policy.
+
+    python ver_ppo.py --env-id pointnav            trains, shows its progress, evaluates on unseen floor plans
+    python ver_ppo.py --help                       explains every option
+
+The processes and what passes between them (section 2.1, figure 2 of the paper):
+
+      environment worker 0 ... W-1                  main process: inference worker and learner by turns
+    +------------------------------+   row numbers   +------------------------------------------------------+
+    | take rows that have actions, | ==============> | take_requests -> infer -> rollout records -> send    |
+    | step, write the answer into  |  one pipe, all  |      ... until S records are complete, then ...      |
+    | the environment's own row    |  workers write  | returns -> sequences -> packed mini-batches -> PPO   |
+    +------------------------------+                 +------------------------------------------------------+
+         |  rows  ^                 <==============        | rows ^                      | slots
+         v        |                  a pipe each           v      |                      v
+    [ transfer: one row for each environment, CPU shared memory ]        [ rollout: S + N slots, training device ]
+
+Shapes stand in the names: N environments, S complete steps of a rollout (T x N), Q sequences, M steps of a mini-batch,
+B any batch, H hidden units, L LSTM layers, A action numbers. A buffer named `_S` has N slots more, for open records.
+
+Mechanism                          Function               Paper        Test (tests/)
+dynamic batching                   take_requests          VER 2.1      test_collection.py::test_dynamic_batch
+inference, new records             infer, write_records   VER 2.1      test_collection.py::test_records_hold_what_was_known
+variable rollout, exactly T x N    collect_rollout        VER 2.2      test_collection.py::test_random_speeds
+in-flight carry-over               carry_over             VER 2.2      test_collection.py::test_carry_over
+sequences, shuffled and cut        cut_minibatches        VER 2.2      test_packing.py::test_every_step_once
+PackedSequence                     pack_sequences         VER 2.2      test_packing.py::test_packed_lstm_is_stepping
+returns at every kind of border    compute_advantages     DD-PPO 4     test_returns.py::test_gae_against_definition
+truncated importance weights       importance_weights     VER 4        test_returns.py::test_importance_weights
+clipped objective                  ppo_loss               DD-PPO 2     test_learning.py::test_ppo_loss_by_hand
+learned entropy coefficient        ppo_loss               VER 4        test_learning.py::test_entropy_constraint
+all invariants of a rollout        check_rollout          VER 2.2      test_collection.py::test_check_rollout_notices
+"""
+
+import contextlib
+import functools
+import json
+import math
+import os
+import select
+import signal
+import sys
+import time
+import traceback
+from collections import deque
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Literal
+
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.multiprocessing as mp
+import tyro
+from torch import nn
+from torch.distributions import Categorical, Independent, Normal
+from torch.nn.utils.rnn import PackedSequence
+from tqdm import tqdm
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Options
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Options:
+    """Train a recurrent policy with Variable Experience Rollout (VER) and PPO."""
+
+    env_id: str = "pointnav"
+    """`pointnav` (built in) or any Gymnasium id: `CartPole-v1`, `package.module:Id-v0`"""
+    exp_name: str = "ver"
+    """part of the run folder's name: {runs-dir}/{env-id}__{exp-name}__{seed}__{time}"""
+    seed: int = 1
+    """of the network, the action sampling, the shuffling and the environments"""
+    total_timesteps: int = 2_000_000
+    """environment steps to train for"""
+    device: str = "auto"
+    """`cpu`, `cuda`, `cuda:1`, ...; auto: CUDA where there is a GPU"""
+
+    camera: str = "depth"
+    """pointnav: `depth` or `rgb`"""
+    image_size: int = 64
+    """pointnav: height and width of the camera image in pixels"""
+    num_envs: int = 16
+    """N, environments that run in parallel"""
+    num_workers: int | Literal["auto"] = "auto"
+    """processes that share the environments; 0: all in the main process (very cheap ones, debuggers, exact repetition);
+    auto: one for each CPU core, or one for each environment with --sim-latency. Slow simulators want one each"""
+    sim_latency: float = 0.0
+    """emulated simulator time in milliseconds that each step sleeps on average"""
+    sim_latency_spread: tuple[float, float, float] = (0.8, 0.0, 0.0)
+    """sigma of the log-normal latency: from step to step, between environments, between episodes"""
+    env_timeout: float = 300.0
+    """seconds without any answer from any environment after which the run is given up"""
+
+    num_steps: int = 128
+    """T: a rollout is exactly T x N steps, T from each environment on average"""
+    min_requests: int | Literal["auto"] = "auto"
+    """smallest inference batch, waited for half an inference time at most; auto: half of the environments"""
+    max_requests: int | Literal["auto"] = "auto"
+    """largest inference batch (memory); auto: all environments"""
+
+    learning_rate: float = 1e-3
+    """at the start; decays to 0 along a cosine"""
+    gamma: float = 0.99
+    """discount factor"""
+    gae_lambda: float = 0.95
+    """lambda of generalized advantage estimation"""
+    num_minibatches: int = 2
+    """B, mini-batches per epoch, all of T x N / B steps"""
+    update_epochs: int = 2
+    """passes over each rollout"""
+    clip_coef: float = 0.2
+    """PPO's clipping range of the probability ratio"""
+    norm_adv: bool = False
+    """normalize the advantages of a rollout (DD-PPO found it unstable, short control tasks want it)"""
+    ent_coef: float = 1e-2
+    """entropy coefficient; its first value if --target-entropy is set"""
+    target_entropy: float | None = None
+    """learn the entropy coefficient (within 1e-4 .. 1) such that the entropy stays above this; VER uses 0 for Gaussians"""
+    vf_coef: float = 0.5
+    """weight of the value loss"""
+    max_grad_norm: float = 0.5
+    """gradients are scaled down to this norm"""
+
+    recurrent: bool = True
+    """LSTM, or a feed-forward layer in its place"""
+    hidden_size: int = 128
+    """H, width of LSTM and encoders"""
+    lstm_layers: int = 1
+    """L, 1 or 2"""
+    bf16: bool = False
+    """bfloat16 autocast, CUDA only"""
+
+    runs_dir: str = "runs"
+    """where run folders are made"""
+    checkpoint_interval: int = 200_000
+    """steps between checkpoints (one is always written at the end)"""
+    resume: str | None = None
+    """run folder to continue; its options hold, except those given here"""
+    checkpoint: str | None = None
+    """checkpoint file to evaluate, instead of training"""
+    eval_episodes: int = 200
+    """episodes of the evaluation (0: none)"""
+    greedy: bool = False
+    """evaluate with the most probable action instead of a sampled one"""
+    capture_video: bool = False
+    """write a gif of three evaluation episodes"""
+    debug: bool = False
+    """check every invariant of every rollout"""
+
+    @property
+    def rollout_steps(self):
+        """S, complete steps of one rollout."""
+        return self.num_steps * self.num_envs
+
+
+class UserError(Exception):
+    """Something the user can mend; shown as one line, exit status 2."""
+
+
+class Interrupted(Exception):
+    """Ctrl-C or SIGTERM; the argument is the signal's number."""
+
+
+class StopSignal:
+    """Notes SIGINT and SIGTERM, so that a run ends where its state is whole, and never within an optimizer step.
+
+    A second signal finds the default handlers again and ends the process at once.
+    """
+
+    def __init__(self):
+        self.number = None
+        self.handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def note(self, number, _frame):
+        self.number = number
+        self.restore()
+
+    def listen(self):
+        """Take over both signals; only a program's main thread can."""
+        for number in self.handlers:
+            signal.signal(number, self.note)
+        return self
+
+    def restore(self):
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
+
+    def check(self):
+        """Raises Interrupted if a signal has come."""
+        if self.number is not None:
+            raise Interrupted(self.number)
+
+
+class EnvironmentFailure(Exception):
+    """An environment raised, hung, died or returned what is not finite; exit status 1."""
+
+
+def validate_options(options):
+    """Raise UserError for the first option that cannot work, with the way to mend it, before anything is started."""
+    o = options
+    steps = f"--num-steps x --num-envs = {o.rollout_steps}"
+    at_least_one = ("total_timesteps", "num_envs", "num_steps", "num_minibatches", "update_epochs", "hidden_size",
+                    "checkpoint_interval")  # fmt: skip
+    positive = ("learning_rate", "clip_coef", "max_grad_norm", "env_timeout")
+    not_negative = ("seed", "eval_episodes", "sim_latency", "ent_coef", "vf_coef")
+    rules = [(getattr(o, name) >= 1, name, "must be at least 1") for name in at_least_one]
+    rules += [(0 < getattr(o, name) < math.inf, name, "must be a positive number") for name in positive]
+    rules += [(0 <= getattr(o, name) < math.inf, name, "must not be negative") for name in not_negative]
+    rules += [
+        (0 <= o.gamma <= 1, "gamma", "must be within 0..1"),
+        (0 <= o.gae_lambda <= 1, "gae_lambda", "must be within 0..1"),
+        (o.num_envs <= 4096, "num_envs", "must be at most 4096: row numbers pass through one pipe write"),
+        (o.num_workers == "auto" or 0 <= o.num_workers <= o.num_envs, "num_workers", f"must be auto or within 0..{o.num_envs}"),
+        (1 <= least_requests(o) <= most_requests(o) <= o.num_envs, "min_requests", "1 <= min <= max <= --num-envs must hold"),
+        (all(0 <= sigma < 10 for sigma in o.sim_latency_spread), "sim_latency_spread", "must be three numbers within 0..10"),
+        (o.rollout_steps % o.num_minibatches == 0, "num_minibatches", f"must divide {steps}"),
+        (o.rollout_steps <= 10**8, "num_steps", f"is absurd: {steps}"),
+        (o.lstm_layers in (1, 2), "lstm_layers", "must be 1 or 2"),
+        (o.camera in ("depth", "rgb"), "camera", "must be depth or rgb"),
+        (8 <= o.image_size <= 1024, "image_size", "must be within 8..1024"),
+        (not (o.checkpoint and o.resume), "checkpoint", "evaluates and --resume trains: give one of them"),
+        (not o.checkpoint or o.eval_episodes, "eval_episodes", "must be at least 1 with --checkpoint"),
+    ]
+    for holds, name, message in rules:
+        if not holds:
+            raise UserError(f"--{name.replace('_', '-')} {getattr(o, name)}: {message}")
+    device = choose_device(o)
+    if o.bf16 and device.type != "cuda":
+        raise UserError(f"--bf16 needs a CUDA device, this run uses {device}: leave it out")
+
+
+def least_requests(options):
+    """The smallest inference batch that is worth a short wait."""
+    half = max(1, min(options.num_envs // 2, most_requests(options)))
+    return half if options.min_requests == "auto" else options.min_requests
+
+
+def most_requests(options):
+    """The largest inference batch."""
+    return options.num_envs if options.max_requests == "auto" else options.max_requests
+
+
+def count_workers(options):
+    """Worker processes to start: one for each sleeping simulator, else no more than there are CPU cores."""
+    if options.num_workers != "auto":
+        return options.num_workers
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return options.num_envs if options.sim_latency else min(options.num_envs, cores)
+
+
+def choose_device(options):
+    """The torch device that the options name. Raises UserError if this machine does not have it."""
+    if options.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(options.device)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"--device {options.device} cannot be used ({reason}): try --device cpu") from None
+    return device
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Environments: built-in PointNav
+# ----------------------------------------------------------------------------------------------------------------------
+
+FORWARD_M, TURN_RAD, SUCCESS_M, STEP_LIMIT = 0.25, math.radians(10), 0.2, 500
+AGENT_RADIUS_M, CAMERA_HEIGHT_M, CEILING_M, DEPTH_RANGE_M = 0.18, 1.25, 2.5, 10.0
+NUM_PLANS = {"train": 256, "val": 64}  # a data set of floor plans, as Habitat has a data set of scenes
+
+
+def ray_boxes(origin_2, direction_R2, boxes_K4):
+    """How far each ray flies before it enters a box, in multiples of its direction vector, and which box that is.
+
+    Camera, collisions and line of sight are all this one function. Slab test: a ray is inside a box while it is inside
+    the box's x-interval and its y-interval. `boxes_K4` holds x0, y0, x1, y1; origins inside a box do not see that box.
+
+    >>> ray_boxes(np.zeros(2), np.array([[1.0, 0.1]]), np.array([[2.0, -1.0, 3.0, 1.0]]))[0]
+    array([2.])
+    """
+    inverse_2R = 1.0 / (direction_R2.T + 1e-12)  # the shift keeps a ray along an axis from computing 0 * inf
+    x0_KR, y0_KR, x1_KR, y1_KR = (
+        (boxes_K4[:, side] - origin_2[side % 2])[:, None] * inverse_2R[side % 2] for side in range(4)
+    )
+    enter_KR = np.maximum(np.minimum(x0_KR, x1_KR), np.minimum(y0_KR, y1_KR))
+    leave_KR = np.minimum(np.maximum(x0_KR, x1_KR), np.maximum(y0_KR, y1_KR))
+    enter_KR[(enter_KR >= leave_KR) | (enter_KR < 0)] = np.inf
+    box_R = enter_KR.argmin(axis=0)
+    return enter_KR[box_R, np.arange(len(box_R))], box_R
+
+
+def inflate(boxes_K4, margin):
+    """Boxes grown by `margin` metres on every side."""
+    return boxes_K4 + margin * np.array([-1.0, -1.0, 1.0, 1.0])
+
+
+def overlaps(box, boxes_K4):
+    """Whether a box (or point, as a box without size) overlaps each of the boxes; broadcasts."""
+    return (
+        (box[..., 0] < boxes_K4[:, 2]) & (box[..., 2] > boxes_K4[:, 0])
+        & (box[..., 1] < boxes_K4[:, 3]) & (box[..., 3] > boxes_K4[:, 1])
+    )
+
+
+def wall_pieces(rng, start, end):
+    """What a wall from `start` to `end` leaves standing beside its doorway (one wall in five has none)."""
+    if rng.random() < 0.2:
+        return [(start, end)]
+    width = rng.uniform(0.8, 1.3)
+    door = rng.uniform(start + 0.3, end - 0.3 - width)
+    return [(start, door), (door + width, end)]
+
+
+class FloorPlan:
+    """Rooms with doorways and furniture, all boxes as high as the room, and shortest paths between any two points.
+
+    The agent is a square of half-width AGENT_RADIUS_M, so it is a point among boxes grown by that much (`blocked_K4`).
+    A shortest path among boxes bends only at their corners: distances between all corners that see each other
+    (`distance_CC`, completed by Floyd-Warshall) answer every query exactly.
+    """
+
+    def __init__(self, rng):
+        columns, rows = rng.integers(2, 4, size=2)
+        x = np.concatenate([[0], np.cumsum(rng.uniform(2.4, 3.8, columns))])
+        y = np.concatenate([[0], np.cumsum(rng.uniform(2.4, 3.8, rows))])
+        self.size = np.array([x[-1], y[-1]])
+        boxes = [[-1, -1, 0, y[-1] + 1], [x[-1], -1, x[-1] + 1, y[-1] + 1], [0, -1, x[-1], 0], [0, y[-1], x[-1], y[-1] + 1]]
+        for i in range(1, columns):
+            for j in range(rows):
+                boxes += [[x[i] - 0.08, a, x[i] + 0.08, b] for a, b in wall_pieces(rng, y[j], y[j + 1])]
+        for j in range(1, rows):
+            for i in range(columns):
+                boxes += [[a, y[j] - 0.08, b, y[j] + 0.08] for a, b in wall_pieces(rng, x[i], x[i + 1])]
+        self.num_walls = len(boxes)
+        for i in range(columns):
+            for j in range(rows):
+                center, half = rng.uniform([x[i], y[j]], [x[i + 1], y[j + 1]]), rng.uniform(0.15, 0.5, 2)
+                box = np.concatenate([center - half, center + half])
+                if not overlaps(inflate(box, 0.6), np.array(boxes)).any():  # leaves a passage on every side
+                    boxes.append(box.tolist())
+        self.boxes_K4 = np.array(boxes)
+        self.blocked_K4 = inflate(self.boxes_K4, AGENT_RADIUS_M)
+        corners_C2 = inflate(self.blocked_K4, 0.01)[:, [[0, 1], [0, 3], [2, 1], [2, 3]]].reshape(-1, 2)
+        inside_C = ((corners_C2 > 0) & (corners_C2 < self.size)).all(axis=1)
+        self.corners_C2 = corners_C2[inside_C & self.is_free(corners_C2)]
+        self.distance_CC = np.stack([self.straight(corner_2) for corner_2 in self.corners_C2])
+        for via in range(len(self.distance_CC)):
+            np.minimum(self.distance_CC, self.distance_CC[:, via, None] + self.distance_CC[via], out=self.distance_CC)
+        self.palette_K3 = rng.uniform(90, 255, (len(boxes), 3))
+
+    def is_free(self, points_P2, margin=0.0):
+        """Which points the agent's centre may stand on."""
+        return ~overlaps(np.tile(points_P2, 2)[:, None], inflate(self.blocked_K4, margin)).any(axis=1)
+
+    def straight(self, point_2):
+        """Distance in metres from the point to every corner in straight line of sight, infinite to the others."""
+        offset_C2 = self.corners_C2 - point_2
+        reach_C, _ = ray_boxes(point_2, offset_C2, self.blocked_K4)
+        return np.where(reach_C >= 1, np.hypot(*offset_C2.T), np.inf)
+
+
+@functools.lru_cache(maxsize=sum(NUM_PLANS.values()))
+def floor_plan(split, index):
+    """Floor plan number `index` of the split: training and validation plans come from disjoint random streams."""
+    return FloorPlan(np.random.default_rng([("train", "val").index(split), index]))
+
+
+class PointNav(gym.Env):
+    """PointGoal navigation (DD-PPO section 4): reach a point given in the agent's own polar coordinates.
+
+    Observation: `depth` (float32, 0..1 = 0..10 m along the optical axis, H x W x 1) or `rgb` (uint8, H x W x 3), 90 degrees
+    wide, and `goal` = [distance in m, cos, sin of its bearing]. Actions: stop, forward 0.25 m, left 10, right 10 degrees.
+    Reward: decrease of geodesic distance - 0.01, and 2.5 * SPL at a successful stop (within 0.2 m). A stop terminates, the
+    500th step truncates. The seed of `reset` decides the floor plan and the episode.
+    """
+
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 10, "metrics": ("success", "spl", "distance_to_goal")}
+
+    def __init__(self, split="train", camera="depth", image_size=64, render_mode=None):
+        self.split, self.camera, self.render_mode = split, camera, render_mode
+        image = {
+            "depth": gym.spaces.Box(0, 1, (image_size, image_size, 1), np.float32),
+            "rgb": gym.spaces.Box(0, 255, (image_size, image_size, 3), np.uint8),
+        }[camera]
+        goal = gym.spaces.Box(-np.inf, np.inf, (3,), np.float32)
+        self.observation_space = gym.spaces.Dict({camera: image, "goal": goal})
+        self.action_space = gym.spaces.Discrete(4)
+        slope = (np.arange(image_size) + 0.5) / image_size * 2 - 1  # of the rays: -1..1 is 90 degrees
+        self.column_slope_W = -slope
+        to_plane = np.where(slope > 0, CAMERA_HEIGHT_M, CEILING_M - CAMERA_HEIGHT_M)
+        self.plane_m_H1 = np.minimum(to_plane / np.abs(slope), DEPTH_RANGE_M).astype(np.float32)[:, None]
+        self.plane_rgb_H13 = np.where(slope[:, None, None] > 0, [120.0, 100.0, 80.0], [230.0, 230.0, 240.0])
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        rng = self.np_random
+        self.plan = floor_plan(self.split, int(rng.integers(NUM_PLANS[self.split])))
+        self.geodesic = np.inf
+        while not 1.0 <= self.geodesic < np.inf:
+            points_P2 = rng.uniform(0, self.plan.size, (64, 2))
+            self.position, self.goal = points_P2[self.plan.is_free(points_P2, 0.02)][:2]
+            self.waypoints_C2 = np.vstack([self.plan.corners_C2, self.goal])
+            self.beyond_C = np.append((self.plan.straight(self.goal) + self.plan.distance_CC).min(axis=1), 0.0)
+            self.geodesic = self.start_geodesic = self.waypoints(self.position).min()
+        self.heading = rng.uniform(-np.pi, np.pi)
+        self.steps, self.path_m, self.path = 0, 0.0, [self.position]
+        return self.observe(), {}
+
+    def step(self, action):
+        self.steps += 1
+        if action == 1:
+            self.move()
+        elif action >= 2:
+            self.heading += TURN_RAD if action == 2 else -TURN_RAD
+        previous = self.geodesic
+        self.geodesic = self.waypoints(self.position).min() if action == 1 else previous
+        terminated = action == 0
+        success = float(terminated and np.hypot(*(self.goal - self.position)) <= SUCCESS_M)
+        spl = success * self.start_geodesic / max(self.path_m, self.start_geodesic)
+        info = {"success": success, "spl": spl, "distance_to_goal": self.geodesic}
+        return self.observe(), previous - self.geodesic - 0.01 + 2.5 * spl, terminated, self.steps >= STEP_LIMIT, info
+
+    def move(self):
+        """One step forward; at an obstacle the rest of the way slides along its side."""
+        way_2 = FORWARD_M * np.array([math.cos(self.heading), math.sin(self.heading)])
+        for _ in range(2):
+            reach_1, box_1 = ray_boxes(self.position, way_2[None], self.plan.blocked_K4)
+            share = min(1.0, max(0.0, reach_1[0] - 1e-3))
+            self.position = self.position + share * way_2
+            self.path_m += share * math.hypot(*way_2)
+            if reach_1[0] > 1.0:
+                break
+            box_4 = self.plan.blocked_K4[box_1[0]]
+            beside_x = not box_4[0] < self.position[0] < box_4[2]  # it touches a side that faces along x
+            way_2 = (1 - share) * way_2 * ([0, 1] if beside_x else [1, 0])
+            if not way_2.any():
+                break
+        self.path.append(self.position)
+
+    def waypoints(self, position_2):
+        """Length of the shortest path to the goal through each point in sight (corners, and last the goal itself)."""
+        offset_C2 = self.waypoints_C2 - position_2
+        reach_C, _ = ray_boxes(position_2, offset_C2, self.plan.blocked_K4)
+        return np.where(reach_C >= 1, np.hypot(*offset_C2.T) + self.beyond_C, np.inf)
+
+    def observe(self):
+        """What the agent perceives: one ray per image column gives the wall's depth; floor and ceiling are planes."""
+        cos, sin = math.cos(self.heading), math.sin(self.heading)
+        ray_W2 = np.stack([cos - sin * self.column_slope_W, sin + cos * self.column_slope_W], axis=1)
+        wall_m_W, box_W = ray_boxes(self.position, ray_W2, self.plan.boxes_K4)
+        if self.camera == "depth":
+            image = np.minimum(self.plane_m_H1, wall_m_W.astype(np.float32))[..., None] / DEPTH_RANGE_M
+        else:
+            wall_HW1 = (wall_m_W < self.plane_m_H1)[..., None]
+            color = np.where(wall_HW1, self.plan.palette_K3[box_W], self.plane_rgb_H13)
+            shade = 1 / (1 + 0.15 * np.minimum(self.plane_m_H1, wall_m_W))
+            image = (color * shade[..., None]).astype(np.uint8)
+        offset = self.goal - self.position
+        distance, bearing = np.hypot(*offset), math.atan2(offset[1], offset[0]) - self.heading
+        return {self.camera: image, "goal": np.array([distance, math.cos(bearing), math.sin(bearing)], np.float32)}
+
+    def render(self):
+        """The plan from above (40 pixels per metre): walls, furniture, shortest path, path so far, goal, agent; beside
+        it what the camera sees. uint8, height x width x 3."""
+        scale, margin = 40, 8
+        extent = (self.plan.size * scale).astype(int)
+        picture = np.full((*extent[::-1] + 2 * margin, 3), 255, np.uint8)
+        for box, (x0, y0, x1, y1) in enumerate((self.plan.boxes_K4 * scale + margin).round().clip(0).astype(int)):
+            picture[y0:y1, x0:x1] = 60 if box < self.plan.num_walls else 170
+
+        def draw(points, radius, color):
+            for x, y in (np.asarray(points) * scale + margin).astype(int):
+                picture[y - radius : y + radius + 1, x - radius : x + radius + 1] = color
+
+        draw(between(self.shortest_path()), 1, (120, 200, 120))
+        draw(between(self.path), 1, (60, 60, 220))
+        draw([self.goal], 5, (40, 160, 40))
+        ahead = self.position + 0.3 * np.array([math.cos(self.heading), math.sin(self.heading)])
+        draw(between([self.position, ahead]), 1, (220, 60, 40))
+        draw([self.position], 4, (220, 60, 40))
+        picture = picture[::-1]  # y points up
+        view = self.observe()[self.camera]
+        view = np.broadcast_to((view * 255).astype(np.uint8) if self.camera == "depth" else view, (*view.shape[:2], 3))
+        zoom = max(1, len(picture) // len(view))
+        view = view.repeat(zoom, axis=0).repeat(zoom, axis=1)[: len(picture)]
+        framed = np.full((len(picture), view.shape[1] + margin, 3), 255, np.uint8)
+        framed[: len(view), margin:] = view
+        return np.concatenate([picture, framed], axis=1)
+
+    def shortest_path(self):
+        """Points of the shortest path from here to the goal."""
+        points, beyond = [self.position], np.inf
+        while beyond > 0:
+            via = np.where(self.beyond_C < beyond, self.waypoints(points[-1]), np.inf).argmin()
+            points, beyond = [*points, self.waypoints_C2[via]], self.beyond_C[via]
+        return points
+
+
+def between(points, spacing=0.02):
+    """Points every `spacing` metres along a polyline."""
+    pairs = zip(points[:-1], points[1:])
+    return [a + (b - a) * t for a, b in pairs for t in np.arange(0, 1, spacing / max(np.hypot(*(b - a)), spacing))]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Environments: any Gymnasium environment
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def make_env(options, split, render_mode=None):
+    """The environment that the options name. `split` (train or val) matters to pointnav only: others differ in seeds."""
+    if options.env_id == "pointnav":
+        return PointNav(split, options.camera, options.image_size, render_mode)
+    try:
+        return gym.make(options.env_id, render_mode=render_mode, disable_env_checker=True)
+    except (gym.error.Error, ImportError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(
+            f"--env-id {options.env_id}: {reason} Use pointnav, an installed Gymnasium id or package.module:Id-v0"
+        ) from None
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What trainer and network must know of an environment; plain, so that it can be sent to worker processes."""
+
+    observations: dict[str, gym.Space]  # nested Dict spaces are flat here: {"robot/arm": Box(7,)}
+    action: gym.Space
+    metrics: tuple[str, ...]  # scalars that the last info of an episode holds, named in the environment's metadata
+
+    @property
+    def discrete_actions(self):
+        """Choices of each action number, empty for continuous actions."""
+        if isinstance(self.action, gym.spaces.Discrete):
+            return [int(self.action.n)]
+        return self.action.nvec.ravel().tolist() if isinstance(self.action, gym.spaces.MultiDiscrete) else []
+
+    @property
+    def action_numbers(self):
+        """A, numbers that make one action."""
+        return len(self.discrete_actions) or math.prod(self.action.shape)
+
+
+def flatten(tree, name="", join="/"):
+    """Nested dictionaries (or Dict spaces) as one flat dictionary; anything else under the key `obs`.
+
+    >>> flatten({"goal": 1, "robot": {"arm": 2}})
+    {'goal': 1, 'robot/arm': 2}
+    """
+    if not isinstance(tree, (dict, gym.spaces.Dict)):
+        return {name or "obs": tree}
+    return {key: leaf for child, below in tree.items() for key, leaf in flatten(below, name + join * bool(name) + child).items()}
+
+
+def describe_env(options):
+    """Make one environment, look at its spaces and close it. Raises UserError for a space that is not supported."""
+    env = make_env(options, "train")
+    observations, action = flatten(env.observation_space), env.action_space
+    spec = Spec(observations, action, tuple(env.metadata.get("metrics", ())))
+    env.close()
+    spaces = gym.spaces
+    for key, space in observations.items():
+        if not isinstance(space, (spaces.Box, spaces.Discrete, spaces.MultiBinary)) or 0 in (space.shape or ()):
+            raise UserError(f"observation {key!r} is {space}: only Dict, Box, Discrete and MultiBinary are supported")
+    if not isinstance(action, (spaces.Box, spaces.Discrete, spaces.MultiDiscrete)) or not spec.action_numbers:
+        raise UserError(f"the action is {action}: only Discrete, MultiDiscrete and Box are supported")
+    if isinstance(action, spaces.Box) and not np.issubdtype(action.dtype, np.floating):
+        raise UserError(f"the action is {action}: a Box of actions must be of floating-point numbers")
+    return spec
+
+
+def to_env_action(space, action_A):
+    """The policy's numbers as the environment wants them. Discrete: index plus the space's start. Box: -1..1 is the range
+    low..high where it is bounded, and what lies beyond is clipped.
+
+    >>> to_env_action(gym.spaces.Box(0.0, 4.0, (2,)), np.array([0.5, 7.0], np.float32))
+    array([3., 4.], dtype=float32)
+    """
+    if isinstance(space, gym.spaces.Discrete):
+        return int(action_A[0] + space.start)
+    if isinstance(space, gym.spaces.MultiDiscrete):
+        return action_A.reshape(space.shape).astype(space.dtype) + space.start
+    action = action_A.reshape(space.shape)
+    bounded = np.isfinite(space.low) & np.isfinite(space.high)
+    low, high = np.where(bounded, space.low, -1), np.where(bounded, space.high, 1)
+    return np.clip(low + (action + 1) / 2 * (high - low), space.low, space.high).astype(space.dtype)
+
+
+def episode_seed(split, seed, env, episode):
+    """Seed of one episode: 32 bits, so that every simulator takes it; independent streams for training and validation."""
+    return int(np.random.SeedSequence([("train", "val").index(split), seed, env, episode]).generate_state(1)[0])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Policy
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def is_image(space):
+    """Whether the small CNN reads this observation: height x width (x channels), of at least 8 x 8 pixels."""
+    shape = np.array(space.shape)
+    return isinstance(space, gym.spaces.Box) and len(shape) in (2, 3) and np.sort(shape)[-2] >= 8
+
+
+def orthogonal(layer, gain=math.sqrt(2)):
+    """Orthogonal weights and zero biases, as is usual for PPO (Huang et al. 2022, detail 2)."""
+    nn.init.orthogonal_(layer.weight, gain)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+class ImageEncoder(nn.Module):
+    """Small CNN for images of any size. Its first layers read patches that do not overlap: on a CPU that is twice as fast
+    as the usual overlapping 8x8 and 4x4 kernels. uint8 is scaled from 0..255, bounded floats from low..high to 0..1."""
+
+    def __init__(self, space, out_features):
+        super().__init__()
+        shape = space.shape if len(space.shape) == 3 else (*space.shape, 1)
+        self.channels_last = len(space.shape) == 2 or shape[2] < shape[0]
+        channels = shape[2] if self.channels_last else shape[0]
+        bounded = np.isfinite(space.low).all() and np.isfinite(space.high).all()
+        self.low, self.high = (float(space.low.min()), float(space.high.max())) if bounded else (0.0, 1.0)
+        pixels = shape[:2] if self.channels_last else shape[1:]
+        stride = 4 if min(pixels) >= 32 else 2
+        self.convolutions = nn.Sequential(
+            orthogonal(nn.Conv2d(channels, 16, stride, stride)), nn.ReLU(),
+            orthogonal(nn.Conv2d(16, 32, stride, stride)), nn.ReLU(),
+            orthogonal(nn.Conv2d(32, 32, 3, 1, padding=1)), nn.ReLU(), nn.Flatten(),
+        )  # fmt: skip
+        flat_features = 32 * math.prod(size // stride // stride for size in pixels)
+        self.out = orthogonal(nn.Linear(flat_features, out_features))
+
+    def forward(self, image):
+        """B x height x width (x channels) -> B x out_features"""
+        image = image.unsqueeze(-1) if image.dim() == 3 else image
+        image_BCHW = image.permute(0, 3, 1, 2) if self.channels_last else image  # stays channels-last in memory: fast
+        return torch.relu(self.out(self.convolutions((image_BCHW.float() - self.low) / (self.high - self.low))))
+
+
+class VectorEncoder(nn.Module):
+    """Two-layer perceptron for vectors; Discrete observations enter as one-hot vectors."""
+
+    def __init__(self, space, out_features):
+        super().__init__()
+        self.choices = int(space.n) if isinstance(space, gym.spaces.Discrete) else 0
+        self.start = int(space.start) if self.choices else 0
+        in_features = self.choices or math.prod(space.shape)
+        self.layers = nn.Sequential(
+            orthogonal(nn.Linear(in_features, out_features)), nn.Tanh(),
+            orthogonal(nn.Linear(out_features, out_features)), nn.Tanh(),
+        )  # fmt: skip
+
+    def forward(self, vector):
+        """B x any shape -> B x out_features"""
+        if self.choices:
+            vector = nn.functional.one_hot(vector - self.start, self.choices)
+        return self.layers(vector.flatten(1).float())
+
+
+class MultiCategorical:
+    """Independent categorical distributions over several action numbers; one number is Gymnasium's Discrete."""
+
+    def __init__(self, logits, choices):
+        self.parts = [Categorical(logits=part, validate_args=False) for part in logits.split(choices, dim=-1)]
+        self.mode = torch.stack([part.probs.argmax(-1) for part in self.parts], -1)
+
+    def sample(self):
+        """B x A action numbers"""
+        return torch.stack([part.sample() for part in self.parts], -1)
+
+    def log_prob(self, action_BA):
+        """B log-probabilities"""
+        return sum(part.log_prob(action) for part, action in zip(self.parts, action_BA.unbind(-1)))
+
+    def entropy(self):
+        """B entropies"""
+        return sum(part.entropy() for part in self.parts)
+
+
+class Policy(nn.Module):
+    """Encoders, embedding of the previous action, LSTM, action head and value head (VER section 4, small).
+
+    The recurrent state of an environment is a 2L x H tensor: the L hidden rows, then the L cell rows. Without recurrence
+    L is 0 and the state empty, so that nothing else has to know. The actor's memory is all zeros at an episode's start.
+    """
+
+    def __init__(self, spec, options):
+        super().__init__()
+        hidden, self.choices = options.hidden_size, spec.discrete_actions
+        encoders = {key: ImageEncoder if is_image(space) else VectorEncoder for key, space in spec.observations.items()}
+        widths = {key: hidden if encoder is ImageEncoder else hidden // 2 for key, encoder in encoders.items()}
+        self.keys = list(encoders)
+        self.encoders = nn.ModuleList(encoders[key](spec.observations[key], widths[key]) for key in self.keys)
+        if self.choices:  # entry 0 is the start token, one table for all action numbers
+            offset = torch.tensor([0, *np.cumsum([n + 1 for n in self.choices])[:-1]])
+            self.register_buffer("token_offset_A", offset, persistent=False)
+            self.action_embedding = nn.Embedding(sum(self.choices) + len(self.choices), 32)
+        else:
+            self.action_embedding = nn.Linear(spec.action_numbers, 32)
+            self.log_std_A = nn.Parameter(torch.full((spec.action_numbers,), -0.5))
+        in_features = sum(widths.values()) + 32
+        self.num_layers = options.lstm_layers if options.recurrent else 0
+        self.state_shape = (2 * self.num_layers, hidden)
+        self.core = nn.LSTM(in_features, hidden, self.num_layers) if options.recurrent else nn.Linear(in_features, hidden)
+        self.log_ent_coef = nn.Parameter(torch.tensor(math.log(max(options.ent_coef, 1e-30))), options.target_entropy is not None)
+        self.bf16 = options.bf16
+        self.actor = orthogonal(nn.Linear(hidden, sum(self.choices) or spec.action_numbers), 0.01)
+        self.critic = orthogonal(nn.Linear(hidden, 1), 1.0)
+
+    def encode(self, obs, prev_action_BA, first_B):
+        """Everything that does not depend on memory -> B x features. Where `first_B`, the previous action is unknown."""
+        if self.choices:
+            token_BA = torch.where(first_B[:, None], 0, prev_action_BA + 1) + self.token_offset_A
+            action = self.action_embedding(token_BA).sum(1)
+        else:
+            action = self.action_embedding(prev_action_BA * ~first_B[:, None])
+        parts = [encoder(obs[key]) for key, encoder in zip(self.keys, self.encoders)]
+        return torch.cat([*parts, action], dim=1)
+
+    def heads(self, core_BH):
+        """Action distribution and value (B) from the core's output."""
+        core_BH = core_BH.float()
+        out, value_B = self.actor(core_BH), self.critic(core_BH).squeeze(-1)
+        if self.choices:
+            return MultiCategorical(out, self.choices), value_B
+        normal = Normal(out, self.log_std_A.exp().expand_as(out), validate_args=False)
+        return Independent(normal, 1, validate_args=False), value_B
+
+    def step(self, obs, prev_action_BA, first_B, state_B2LH):
+        """One step of each of B environments: distribution, value_B and the recurrent state after the step."""
+        x = self.encode(obs, prev_action_BA, first_B)
+        if not self.num_layers:
+            return *self.heads(torch.tanh(self.core(x))), state_B2LH
+        state = state_B2LH * ~first_B[:, None, None]
+        weights, after = self.core.all_weights, []
+        for layer in range(self.num_layers):  # nn.LSTM spends twice the time on a single step
+            x, cell = torch.lstm_cell(x, (state[:, layer], state[:, self.num_layers + layer]), *weights[layer])
+            after.append((x, cell))
+        return *self.heads(x), torch.stack([*(h for h, _ in after), *(c for _, c in after)], dim=1).to(state.dtype)
+
+    def sequences(self, obs, prev_action_M, first_M, state_Q2LH, batch_sizes):
+        """All M steps of Q sequences, arranged as a PackedSequence: distribution and value_M (VER section 2.2, figure 3C).
+
+        The encoder runs once over all steps; the LSTM runs over time with batches that shrink as sequences end.
+        `state_Q2LH` is the stored state before each sequence's first step, longest sequence first.
+        """
+        x = self.encode(obs, prev_action_M, first_M)
+        if not self.num_layers:
+            return self.heads(torch.tanh(self.core(x)))
+        state = state_Q2LH.transpose(0, 1).to(x.dtype).contiguous()
+        packed, _ = self.core(PackedSequence(x, batch_sizes), (state[: self.num_layers], state[self.num_layers :]))
+        return self.heads(packed.data)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Shared memory and rollout buffer
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def observation_dtype(space):
+    """uint8 stays uint8 (images are stored as they come), Discrete is int64, everything else float32."""
+    if isinstance(space, gym.spaces.Discrete):
+        return torch.int64
+    return torch.uint8 if space.dtype == np.uint8 else torch.float32
+
+
+def observation_buffers(spec, rows, device="cpu"):
+    """Zeroed tensors for `rows` observations, one for each key."""
+    return {
+        key: torch.zeros(rows, *space.shape, dtype=observation_dtype(space), device=device)
+        for key, space in spec.observations.items()
+    }
+
+
+class Transfer:
+    """One row for each environment in CPU shared memory: what it observed last, and the action it shall take next.
+
+    A row belongs to the worker from the moment its number is sent down the worker's pipe until the worker announces it;
+    else it belongs to the main process. So nobody ever reads a row while it is being written, without any lock.
+    """
+
+    def __init__(self, spec, num_envs):
+        self.obs = observation_buffers(spec, num_envs)
+        self.final_obs = observation_buffers(spec, num_envs)  # the observation that a reset replaced, if truncated
+        self.action = torch.zeros(num_envs, spec.action_numbers, dtype=action_dtype(spec))
+        flags = {name: torch.zeros(num_envs, dtype=torch.bool) for name in ("first", "terminated", "truncated")}
+        self.first, self.terminated, self.truncated = flags.values()
+        self.reward = torch.zeros(num_envs)
+        self.step_sec = torch.zeros(num_envs)  # of the last step, resets included
+        self.episode = torch.zeros(num_envs, dtype=torch.int64)  # number of the episode that `obs` belongs to
+        # of the episode that ended last: return, length, metrics
+        self.result = torch.zeros(num_envs, 2 + len(spec.metrics), dtype=torch.float64)
+        self.error = torch.zeros(num_envs, 8192, dtype=torch.uint8)  # traceback of the environment that failed
+        for tensor in (*self.obs.values(), *self.final_obs.values(), *vars(self).values()):
+            if isinstance(tensor, torch.Tensor):
+                tensor.share_memory_()
+
+    def numpy(self):
+        """Views of the same memory as numpy arrays, which read and write single rows several times faster."""
+        return {
+            name: {key: part.numpy() for key, part in value.items()} if isinstance(value, dict) else value.numpy()
+            for name, value in vars(self).items()
+        }
+
+
+def action_dtype(spec):
+    """int64 for choices, float32 for continuous actions."""
+    return torch.int64 if spec.discrete_actions else torch.float32
+
+
+class Rollout:
+    """Linear buffer of step records, in the order in which inference wrote them (VER section 2.2).
+
+    S + N slots: S complete records and at the end one open record of each environment. What the network reads and writes
+    lives on the training device; what the host decides by (whose record, is it complete, ...) lives in numpy.
+    """
+
+    def __init__(self, spec, steps, num_envs, state_shape, device):
+        slots = steps + num_envs
+        self.steps, self.num_envs, self.device = steps, num_envs, device
+        self.obs = observation_buffers(spec, slots, device)
+        self.state = torch.zeros(slots, *state_shape, device=device)  # recurrent state before the step
+        self.prev_action = torch.zeros(slots, spec.action_numbers, dtype=action_dtype(spec), device=device)
+        self.action = torch.zeros_like(self.prev_action)
+        self.log_prob = torch.zeros(slots, device=device)
+        self.value = torch.zeros(slots, device=device)
+        self.final_value = torch.zeros(slots, device=device)  # value of the final observation, where truncated
+        self.env = np.zeros(slots, np.int64)
+        self.version = np.zeros(slots, np.int64)  # of the policy that chose the action
+        self.first = np.zeros(slots, bool)  # first step of an episode: the memory was reset before it
+        self.reward = np.zeros(slots, np.float32)
+        self.terminated = np.zeros(slots, bool)
+        self.truncated = np.zeros(slots, bool)
+        self.complete = np.zeros(slots, bool)
+        self.size = 0  # slots in use
+        self.carried = 0  # of them, records that the previous rollout left open
+
+    def columns(self):
+        """Every tensor and array that has one entry for each slot."""
+        return [*self.obs.values(), *(v for v in vars(self).values() if isinstance(v, (torch.Tensor, np.ndarray)))]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Environment workers
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class EnvironmentRow:
+    """One environment, and its row in the transfer tensors. Lives in a worker process, or in the main process."""
+
+    def __init__(self, row, options, split, spec, transfer):
+        self.row, self.options, self.split, self.spec, self.out = row, options, split, spec, transfer.numpy()
+        self.env = make_env(options, split, "rgb_array" if options.capture_video else None)
+        self.frames = [] if options.capture_video else None
+        self.delay_rng = np.random.default_rng([options.seed, row, 1])
+        self.env_delay = self.draw_delay(options.sim_latency_spread[1])
+
+    def start(self, episode, actions):
+        """Begin `episode` and repeat these actions of it: an environment's state is its seed and its actions."""
+        self.episode = episode - 1
+        self.reset()
+        for action_A in actions:
+            self.step(action_A)
+            if self.out["first"][self.row]:  # a simulator that is not deterministic: go on from its new episode
+                break
+
+    def reset(self):
+        """The next episode, from a seed of its own."""
+        self.episode += 1
+        self.length, self.total_reward = 0, 0.0
+        self.episode_delay = self.draw_delay(self.options.sim_latency_spread[2])
+        seed = episode_seed(self.split, self.options.seed, self.row, self.episode)
+        observation, _ = self.env.reset(seed=seed)
+        self.render()
+        self.write("obs", observation)
+        self.out["first"][self.row], self.out["episode"][self.row] = True, self.episode
+
+    def answer(self):
+        """Take the action that the row holds, and put the answer there."""
+        began = time.perf_counter()
+        if self.options.sim_latency:
+            self.sleep()
+        self.step(self.out["action"][self.row])
+        self.out["step_sec"][self.row] = time.perf_counter() - began
+
+    def step(self, action_A):
+        """Step, write the answer into the row, and reset if the episode ended.
+
+        The final observation of a truncated episode is written apart, because the reset overwrites the row: its value
+        is what the return goes on with. Every episode is reset here, so an autoreset wrapper changes nothing.
+        """
+        out, row = self.out, self.row
+        action = to_env_action(self.spec.action, action_A)
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        self.render()
+        self.length += 1
+        self.total_reward += float(reward)
+        if not math.isfinite(reward):
+            raise ValueError(f"reward is {reward}")
+        out["reward"][row], out["first"][row] = reward, False
+        out["terminated"][row], out["truncated"][row] = terminated, truncated and not terminated
+        if terminated or truncated:
+            out["result"][row] = [self.total_reward, self.length, *(info.get(name, np.nan) for name in self.spec.metrics)]
+            self.write("final_obs", observation)
+            self.reset()
+        else:
+            self.write("obs", observation)
+
+    def write(self, field, observation):
+        """Copy an observation into the row. Raises ValueError if it holds infinities or NaN."""
+        for key, leaf in flatten(observation).items():
+            target = self.out[field][key]
+            target[self.row] = leaf
+            if target.dtype == np.float32 and not np.isfinite(target[self.row]).all():
+                raise ValueError(f"observation {key!r} is not finite")
+
+    def draw_delay(self, sigma):
+        """Log-normal factor of mean 1."""
+        return self.delay_rng.lognormal(-sigma * sigma / 2, sigma)
+
+    def sleep(self):
+        """The simulator time that --sim-latency emulates: sleeping, as if a GPU or a server did the work."""
+        sec = self.options.sim_latency / 1000 * self.env_delay * self.episode_delay
+        time.sleep(sec * self.draw_delay(self.options.sim_latency_spread[0]))
+
+    def render(self):
+        """Keep a picture for the video, if one was asked for."""
+        if self.frames is not None:
+            self.frames.append(self.env.render())
+
+    def failure(self):
+        """What the user is told of the exception that is being handled."""
+        where = f"environment {self.row}, episode {getattr(self, 'episode', 0)}, step {getattr(self, 'length', 0)}"
+        return f"{where}:\n{traceback.format_exc()}"
+
+
+ANNOUNCE_SEC = 0.002  # an answer waits at most this long for its siblings in the same worker: one write for all of them
+
+
+def worker_process(worker, rows, options, split, spec, transfer, announce, commands, starts):
+    """Body of a worker process: step the environments `rows` whenever actions for them arrive.
+
+    Ends when the main process closes the command pipe or dies (end of file either way). A failure is announced as the
+    negative number -1 - row; its text lies in that row of `transfer.error`.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the main process's business
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    torch.set_num_threads(1)
+    row = rows[0]
+    environments = {}
+    with contextlib.suppress(BrokenPipeError):
+        try:
+            for row in rows:
+                environments[row] = environment = EnvironmentRow(row, options, split, spec, transfer)
+                environment.start(*starts[row])
+                write_rows(announce, [row])
+            while wanted := read_rows(commands):
+                answered, since = [], time.perf_counter()
+                for row in wanted:
+                    environments[row].answer()
+                    answered.append(row)
+                    if time.perf_counter() - since > ANNOUNCE_SEC or row == wanted[-1]:
+                        write_rows(announce, answered)
+                        answered, since = [], time.perf_counter()
+        except Exception:
+            text = environments[row].failure() if row in environments else f"environment {row}:\n{traceback.format_exc()}"
+            encoded = torch.frombuffer(bytearray(text.encode()[-8000:]), dtype=torch.uint8)
+            transfer.error[row, : len(encoded)] = encoded
+            write_rows(announce, [-1 - row])
+    for environment in environments.values():
+        environment.env.close()
+
+
+def write_rows(pipe, rows):
+    """One write of row numbers: atomic, however many processes write to this pipe (4 bytes each, below PIPE_BUF = 4096)."""
+    for part in range(0, len(rows), 1024):
+        os.write(pipe.fileno(), np.asarray(rows[part : part + 1024], np.int32).tobytes())
+
+
+def read_rows(pipe):
+    """All row numbers that lie in the pipe, at least one; [] at its end. Waits for the other side, for ever if need be:
+    the main process never does (it polls first), and a worker has nothing else to do."""
+    return np.frombuffer(os.read(pipe.fileno(), 1 << 16), np.int32).tolist()
+
+
+class InlineWorkers:
+    """All environments in the main process (--num-workers 0): same interface as Workers, deterministic order."""
+
+    def __init__(self, options, split, spec, starts):
+        self.transfer = Transfer(spec, options.num_envs)
+        self.environments = [EnvironmentRow(row, options, split, spec, self.transfer) for row in range(options.num_envs)]
+        self.answered = deque()
+        for environment, start in zip(self.environments, starts):
+            self.guard(environment, environment.start, *start)
+
+    def guard(self, environment, function, *args):
+        try:
+            function(*args)
+        except Exception:
+            raise EnvironmentFailure(environment.failure()) from None
+        self.answered.append(environment.row)
+
+    def send(self, rows):
+        """Step these environments now."""
+        for row in rows:
+            self.guard(self.environments[row], self.environments[row].answer)
+
+    def receive(self, timeout_sec):
+        """Rows that have answered since the last call."""
+        rows = list(self.answered)
+        self.answered.clear()
+        return rows
+
+    def close(self):
+        for environment in self.environments:
+            environment.env.close()
+
+
+class Workers:
+    """The worker processes, seen from the main process. Row numbers go out by `send` and come back by `receive`."""
+
+    def __init__(self, options, split, spec, starts, start_method=None):
+        # The fork server is as clean as spawn (no CUDA context, no threads are inherited) but imports torch only once.
+        methods = mp.get_all_start_methods()
+        context = mp.get_context(start_method or ("forkserver" if "forkserver" in methods else "spawn"))
+        self.transfer = Transfer(spec, options.num_envs)
+        self.num_workers, self.timeout_sec = count_workers(options), options.env_timeout
+        self.announced, announce = context.Pipe(duplex=False)
+        self.commands, self.processes = [], []
+        self.poller = select.poll()
+        self.poller.register(self.announced, select.POLLIN)
+        for worker in range(self.num_workers):
+            rows = list(range(worker, options.num_envs, self.num_workers))
+            commands, command = context.Pipe(duplex=False)
+            args = (worker, rows, options, split, spec, self.transfer, announce, commands, {row: starts[row] for row in rows})
+            process = context.Process(target=worker_process, args=args, name=f"ver-worker-{worker}", daemon=True)
+            process.start()
+            commands.close()
+            self.commands.append(command)
+            self.processes.append(process)
+            self.poller.register(process.sentinel, select.POLLIN)
+        announce.close()  # now the pipe ends when the last worker does
+
+    def send(self, rows):
+        """Tell the workers that the actions of these rows are in place."""
+        for worker, command in enumerate(self.commands):
+            mine = [row for row in rows if row % self.num_workers == worker]
+            if mine:
+                with contextlib.suppress(BrokenPipeError):  # a dead worker is reported by the next `receive`
+                    write_rows(command, mine)
+
+    def receive(self, timeout_sec):
+        """Rows that have answered; waits for the first at most `timeout_sec` and then returns [].
+
+        Raises EnvironmentFailure if an environment raised or a worker died.
+        """
+        if timeout_sec < 0.01:  # poll() counts whole milliseconds
+            ready = select.select([self.announced], [], [], timeout_sec)[0]
+        else:
+            ready = self.poller.poll(timeout_sec * 1000)
+        if not ready:
+            return []
+        if self.announced.poll():
+            rows = read_rows(self.announced)
+            for row in rows:
+                if row < 0:
+                    raise EnvironmentFailure(bytes(self.transfer.error[-1 - row]).rstrip(b"\0").decode(errors="replace"))
+            return rows
+        dead = next(worker for worker, process in enumerate(self.processes) if not process.is_alive())
+        environments = list(range(dead, len(self.transfer.first), self.num_workers))
+        raise EnvironmentFailure(
+            f"worker {dead} (environments {environments}) died with exit code {self.processes[dead].exitcode}"
+        )
+
+    def close(self):
+        """End all workers: they leave at the end of their command pipe; who has not left after 5 s is killed."""
+        for command in self.commands:
+            command.close()
+        deadline = time.monotonic() + 5
+        for process in self.processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+            if process.is_alive():
+                process.kill()
+                process.join(5)
+
+
+def start_workers(options, split, spec, starts=None):
+    """Environments of one split, in worker processes or (--num-workers 0) here. `starts`: (episode, actions to repeat)."""
+    starts = starts or [(0, [])] * options.num_envs
+    return (Workers if count_workers(options) else InlineWorkers)(options, split, spec, starts)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Dynamic batching and inference
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class Collector:
+    """What collection has to remember between two inference batches, and from one rollout to the next."""
+
+    def __init__(self, workers, policy, spec, options, device, stop):
+        num_envs, self.stop = options.num_envs, stop
+        self.workers, self.timeout_sec = workers, options.env_timeout
+        self.least, self.most = least_requests(options), most_requests(options)
+        self.waiting = []  # rows that have answered and wait for inference, first come first served
+        self.unsent = []  # rows whose action the end of the last rollout held back
+        self.open_slot_N = np.full(num_envs, -1)  # the slot of each environment's open record; -1: none
+        self.state_N = torch.zeros(num_envs, *policy.state_shape, device=device)  # before the environment's next step
+        self.prev_action_N = torch.zeros(num_envs, spec.action_numbers, dtype=action_dtype(spec), device=device)
+        self.shared = workers.transfer.numpy()
+        self.version = 0  # of the policy: updates so far
+        self.episode_N = np.zeros(num_envs, np.int64)
+        self.actions_N = [[] for _ in range(num_envs)]  # sent since the episode began: with its seed, all there is to restore
+        self.inference_sec = 1e-3  # of one batch, running mean
+        self.seconds = {"waiting": 0.0, "inference": 0.0}
+        self.batches = 0
+        self.results = []  # of the episodes that ended in this rollout: return, length, metrics
+
+    def restore(self, saved):
+        """Go on where a checkpoint was written; the workers have repeated the episodes' actions."""
+        self.version = saved["version"]
+        self.state_N.copy_(saved["state"])
+        self.prev_action_N.copy_(saved["prev_action"])
+        for row, (episode, actions) in enumerate(saved["environments"]):
+            self.episode_N[row], self.actions_N[row] = episode, list(actions.numpy())
+        torch.set_rng_state(saved["torch_rng"])
+        if saved["cuda_rng"] is not None:
+            torch.cuda.set_rng_state(saved["cuda_rng"], self.state_N.device)
+
+
+REPLAY_LIMIT = 10_000  # actions; an episode that is longer starts anew when a run is resumed
+
+
+def take_requests(collector, limit):
+    """Dynamic batching (VER section 2.1): the rows of all outstanding requests, at most `limit` and --max-requests.
+
+    If there are fewer than --min-requests, wait for more, but only half an inference time: that long, one larger batch is
+    cheaper than two small ones. If there is none, wait up to --env-timeout, then raise EnvironmentFailure.
+    """
+    workers, began = collector.workers, time.perf_counter()
+    collector.stop.check()
+    collector.waiting += workers.receive(0)
+    while not collector.waiting:
+        collector.stop.check()
+        collector.waiting += workers.receive(1.0)
+        if time.perf_counter() - began > collector.timeout_sec:
+            awaited = np.flatnonzero(collector.open_slot_N >= 0).tolist() or "all"
+            raise EnvironmentFailure(
+                f"no environment has answered for {collector.timeout_sec:.0f} s (--env-timeout); awaited: {awaited}"
+            )
+    deadline = time.perf_counter() + collector.inference_sec / 2
+    while len(collector.waiting) < min(collector.least, limit) and (left_sec := deadline - time.perf_counter()) > 0:
+        collector.waiting += workers.receive(left_sec)
+    collector.seconds["waiting"] += time.perf_counter() - began
+    number = min(limit, collector.most)
+    rows, collector.waiting = collector.waiting[:number], collector.waiting[number:]
+    return rows
+
+
+@torch.inference_mode()
+def infer(policy, transfer, collector, rows):
+    """One batched step of the policy for these rows: what it saw, distribution, value and recurrent state after it."""
+    index_B = torch.tensor(rows)
+    device = collector.state_N.device
+    obs = {key: part[index_B].to(device) for key, part in transfer.obs.items()}
+    first_B = transfer.first[index_B].to(device)
+    index_B = index_B.to(device)
+    state_B = collector.state_N[index_B] * ~first_B[:, None, None]
+    prev_action_B = collector.prev_action_N[index_B]
+    with autocast(policy, device):
+        distribution, value_B, after_B = policy.step(obs, prev_action_B, first_B, state_B)
+    return obs, first_B, state_B, prev_action_B, distribution, value_B, after_B
+
+
+def autocast(policy, device):
+    """bfloat16 arithmetic where --bf16 asks for it."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=policy.bf16)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Collection and carry-over
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def collect_rollout(policy, rollout, collector):
+    """Collect exactly S complete steps from whichever environments deliver them (VER section 2.2).
+
+    Each pass: take the answered rows, complete their open records with the reward that arrived, infer, write new open
+    records, send the actions. In the last pass the new records only serve as bootstrap values: their actions are not
+    sent, and the updated policy will compute them again. Raises EnvironmentFailure.
+    """
+    transfer, complete = collector.workers.transfer, 0
+    carry_over(rollout, collector)
+    collector.waiting = collector.unsent + collector.waiting
+    while complete < rollout.steps:
+        rows = take_requests(collector, limit=rollout.steps - complete)
+        began = time.perf_counter()
+        complete += complete_records(policy, rollout, collector, transfer, rows)
+        slots, after_B = write_records(policy, rollout, collector, transfer, rows)
+        if complete < rollout.steps:
+            send_actions(rollout, collector, transfer, rows, slots, after_B)
+        seconds = time.perf_counter() - began
+        collector.inference_sec += 0.1 * (seconds - collector.inference_sec)
+        collector.seconds["inference"] += seconds
+        collector.batches += 1
+    collector.unsent = rows
+    collector.open_slot_N[rows] = np.arange(slots.start, slots.stop)
+
+
+def carry_over(rollout, collector):
+    """Begin a rollout with the records whose actions are still in flight (VER section 2.2, "Inflight actions").
+
+    They keep the old policy's action, log-probability, value and version, which PPO's ratio accounts for; so nothing
+    that was simulated is lost. Records whose action was held back are dropped: they were only bootstrap values.
+    """
+    collector.open_slot_N[collector.unsent] = -1
+    slots = np.sort(collector.open_slot_N[collector.open_slot_N >= 0])
+    for column in rollout.columns():
+        column[: len(slots)] = column[slots]
+    rollout.complete[:] = False
+    rollout.size = rollout.carried = len(slots)
+    collector.open_slot_N[rollout.env[: len(slots)]] = np.arange(len(slots))
+    collector.seconds, collector.batches, collector.results = {"waiting": 0.0, "inference": 0.0}, 0, []
+
+
+def complete_records(policy, rollout, collector, transfer, rows):
+    """Put the rewards and end flags that arrived into the rows' open records; returns how many there were.
+
+    A truncated episode would have gone on: its record gets the value of the final observation, computed with the memory
+    of that episode (Pardo et al. 2018). A row without open record brings its first observation.
+    """
+    shared = collector.shared
+    rows = np.asarray(rows)
+    slots = collector.open_slot_N[rows]
+    rows, slots = rows[slots >= 0], slots[slots >= 0]
+    for name in ("reward", "terminated", "truncated"):
+        getattr(rollout, name)[slots] = shared[name][rows]
+    rollout.complete[slots] = True
+    ended = shared["first"][rows]
+    collector.results += shared["result"][rows[ended]].tolist()
+    truncated = shared["truncated"][rows]
+    if truncated.any():
+        rollout.final_value[slots[truncated]] = final_values(policy, transfer, collector, rows[truncated])
+    return len(rows)
+
+
+@torch.inference_mode()
+def final_values(policy, transfer, collector, rows):
+    """Values of the final observations of truncated episodes, under the recurrent state and last action of that episode."""
+    index_B = torch.as_tensor(rows)
+    device = collector.state_N.device
+    obs = {key: part[index_B].to(device) for key, part in transfer.final_obs.items()}
+    index_B = index_B.to(device)
+    first_B = torch.zeros(len(rows), dtype=torch.bool, device=device)
+    with autocast(policy, device):
+        return policy.step(obs, collector.prev_action_N[index_B], first_B, collector.state_N[index_B])[1]
+
+
+def write_records(policy, rollout, collector, transfer, rows):
+    """Infer, and write one new open record for each row; returns their slots and the recurrent states after the step."""
+    obs, first_B, state_B, prev_action_B, distribution, value_B, after_B = infer(policy, transfer, collector, rows)
+    slots = slice(rollout.size, rollout.size + len(rows))
+    for key, part in obs.items():
+        rollout.obs[key][slots] = part
+    rollout.state[slots], rollout.prev_action[slots], rollout.value[slots] = state_B, prev_action_B, value_B
+    action_BA = distribution.sample()
+    rollout.action[slots], rollout.log_prob[slots] = action_BA, distribution.log_prob(action_BA)
+    rollout.final_value[slots] = 0.0
+    rollout.env[slots], rollout.version[slots] = rows, collector.version
+    rollout.first[slots] = collector.shared["first"][rows]
+    rollout.size = slots.stop
+    return slots, after_B
+
+
+def send_actions(rollout, collector, transfer, rows, slots, after_B):
+    """Send the actions of these open records: only now does the actor's memory move on."""
+    action_BA = rollout.action[slots]
+    index_B = torch.tensor(rows)
+    transfer.action[index_B] = action_BA.to("cpu")
+    index_B = index_B.to(action_BA.device)
+    collector.state_N[index_B] = after_B
+    collector.prev_action_N[index_B] = action_BA
+    collector.open_slot_N[rows] = np.arange(slots.start, slots.stop)
+    first, episode = collector.shared["first"], collector.shared["episode"]
+    for row, action_A in zip(rows, collector.shared["action"][rows]):
+        if first[row]:
+            collector.episode_N[row], collector.actions_N[row] = episode[row], []
+        if len(collector.actions_N[row]) < REPLAY_LIMIT:
+            collector.actions_N[row].append(action_A)
+    collector.workers.send(rows)
+
+
+def check_rollout(rollout, version):
+    """Every invariant of a finished rollout. Raises AssertionError that names the one that is broken (--debug)."""
+    size, env, complete, first = rollout.size, rollout.env, rollout.complete, rollout.first
+    used = np.arange(len(env)) < size
+    assert complete[used].sum() == rollout.steps and not complete[~used].any(), "exactly T x N records are complete"
+    ended = rollout.terminated | rollout.truncated
+    for e in range(rollout.num_envs):
+        slots = np.flatnonzero(used & (env == e))
+        is_open = ~complete[slots]
+        assert not is_open[:-1].any() and (len(slots) == 0 or is_open[-1]), f"environment {e}: its last record alone is open"
+        assert (first[slots][1:] == ended[slots][:-1]).all(), f"environment {e}: an episode begins where one ended, only there"
+        assert (np.diff(rollout.version[slots]) >= 0).all(), f"environment {e}: versions do not go back"
+        assert (slots < rollout.carried).sum() <= 1, f"environment {e}: one record at most was in flight"
+    fresh = used & (np.arange(len(env)) >= rollout.carried)
+    assert (rollout.version[fresh] == version).all(), "new records come from the current policy"
+    assert (rollout.version[: rollout.carried] < version).all(), "carried records come from older policies"
+    assert not (rollout.terminated & rollout.truncated)[used & complete].any(), "an episode ends in one way"
+    state = rollout.state[:size].flatten(1)
+    assert not state[torch.from_numpy(first[:size]).to(state.device)].any(), "memory is zero where an episode begins"
+    for name in ("log_prob", "value", "final_value", "action"):
+        assert torch.isfinite(getattr(rollout, name)[:size]).all(), f"{name} is finite"
+    assert np.isfinite(rollout.reward[used & complete]).all(), "reward is finite"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Sequences and packing
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def find_sequences(env_S, first_S, complete_S):
+    """Complete slots environment by environment in time order, and where in that order the Q sequences begin.
+
+    A sequence begins where a rollout begins for an environment, and where an episode begins (VER section 2.2).
+
+    >>> env, first = np.array([0, 1, 0, 1, 0]), np.array([False, True, True, False, False])
+    >>> find_sequences(env, first, np.array([True, True, True, True, False]))  # slot 4 is open
+    (array([0, 2, 1, 3]), array([0, 1, 2]))
+    """
+    complete = np.flatnonzero(complete_S)
+    order_S = complete[np.argsort(env_S[complete], kind="stable")]
+    begins_S = first_S[order_S] | (np.diff(env_S[order_S], prepend=-1) != 0)
+    return order_S, np.flatnonzero(begins_S)
+
+
+def cut_minibatches(order_S, begin_Q, permutation_Q, num_minibatches):
+    """Lay the shuffled sequences end to end and cut them into mini-batches of equal size (VER section 2.2, figure 3B).
+
+    Returns a list of (slots_M, begin_Q): the second says where in the mini-batch sequences begin. A sequence that a cut
+    splits goes on in the next mini-batch, as a sequence that starts from its stored recurrent state.
+
+    >>> cut_minibatches(np.array([0, 2, 1, 3]), np.array([0, 1, 2]), [2, 0, 1], 2)
+    [(array([1, 3]), array([0])), (array([0, 2]), array([0, 1]))]
+    """
+    sequences = np.split(order_S, begin_Q[1:])
+    shuffled = [sequences[q] for q in permutation_Q]
+    slots_S = np.concatenate(shuffled)
+    begins_S = np.zeros(len(slots_S), bool)
+    begins_S[np.cumsum([0] + [len(sequence) for sequence in shuffled[:-1]])] = True
+    minibatches = []
+    for slots_M, begins_M in zip(np.split(slots_S, num_minibatches), np.split(begins_S, num_minibatches)):
+        begins_M[0] = True
+        minibatches.append((slots_M, np.flatnonzero(begins_M)))
+    return minibatches
+
+
+def pack_sequences(slots_M, begin_Q):
+    """Arrange sequences as a PackedSequence (VER section 2.2, figure 3C): all first steps, then all second steps, ...
+
+    Returns the slots in that order, the number of sequences that are still running at each time, and the slots of the
+    sequences' first steps (their stored states start the LSTM), longest sequence first.
+
+    >>> pack_sequences(np.array([7, 4, 5, 6]), np.array([0, 1]))
+    (array([4, 7, 5, 6]), tensor([2, 1, 1]), array([4, 7]))
+    """
+    length_Q = np.diff(begin_Q, append=len(slots_M))
+    longest_first_Q = np.argsort(-length_Q, kind="stable")
+    rank_Q = np.empty_like(longest_first_Q)
+    rank_Q[longest_first_Q] = np.arange(len(rank_Q))
+    time_M = np.arange(len(slots_M)) - np.repeat(begin_Q, length_Q)
+    by_time_M = np.lexsort((np.repeat(rank_Q, length_Q), time_M))
+    return slots_M[by_time_M], torch.from_numpy(np.bincount(time_M)), slots_M[begin_Q[longest_first_Q]]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Returns and weights
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def compute_advantages(env, complete, reward, value, terminated, truncated, final_value, gamma, gae_lambda):
+    """Generalized advantage estimation over the linear buffer; all arrays have one entry for each slot, in time order.
+
+    Walks the slots backwards and keeps, for each environment, what follows its next earlier step. An open record brings
+    the bootstrap value. *terminated*: nothing follows. *truncated*: the final observation's value follows, and no
+    advantage. Returns float32 advantages, 0 in open slots.
+    """
+    num_envs = int(env.max()) + 1
+    next_value, next_advantage = [0.0] * num_envs, [0.0] * num_envs
+    columns = (env, complete, reward, value, terminated, truncated, final_value)
+    slots = list(zip(*(column.tolist() for column in columns)))
+    advantage_S = np.zeros(len(slots), np.float32)
+    for slot in range(len(slots) - 1, -1, -1):
+        e, is_complete, r, v, is_terminated, is_truncated, v_final = slots[slot]
+        if is_complete:
+            if is_terminated or is_truncated:
+                next_value[e], next_advantage[e] = v_final if is_truncated else 0.0, 0.0
+            delta = r + gamma * next_value[e] - v
+            advantage_S[slot] = next_advantage[e] = delta + gamma * gae_lambda * next_advantage[e]
+        next_value[e] = v
+    return advantage_S
+
+
+def importance_weights(env_S, complete_S, num_envs, maximum=1.0):
+    """Truncated importance weights for the biased sampling of environments (VER section 4, table A1 "Max VER IS").
+
+    An environment that gave K_e of the S steps was sampled K_e / S of the time instead of 1 / N, so each of its steps
+    weighs min(maximum, (S / N) / K_e). Slow environments are not weighted up.
+
+    >>> importance_weights(np.array([0, 0, 0, 1]), np.ones(4, bool), 2).round(2).tolist()
+    [0.67, 0.67, 0.67, 1.0]
+    """
+    count_N = np.bincount(env_S[complete_S], minlength=num_envs)
+    weight_N = np.minimum(maximum, count_N.sum() / num_envs / np.maximum(count_N, 1))
+    return weight_N.astype(np.float32)[env_S]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Loss and update
+# ----------------------------------------------------------------------------------------------------------------------
+
+ENT_COEF_BOUNDS = (1e-4, 1.0)  # VER table A1
+
+
+def ppo_loss(distribution, value_M, batch, log_ent_coef, options):
+    """Clipped PPO objective, value loss (not clipped) and entropy term, every step weighted by `batch["weight"]`.
+
+    `batch` holds M old actions, log-probabilities, advantages, returns and weights. The entropy coefficient exp(log_ent_coef)
+    is fixed, or with --target-entropy learned under the constraint entropy >= target (VER section 4): it grows while
+    the entropy is below. Returns the loss and a dictionary of what to log.
+    """
+    weight_M = batch["weight"]
+    log_ratio_M = distribution.log_prob(batch["action"]) - batch["log_prob"]
+    ratio_M = log_ratio_M.exp()
+    clipped_M = ratio_M.clamp(1 - options.clip_coef, 1 + options.clip_coef)
+    policy_loss = -(weight_M * torch.minimum(ratio_M * batch["advantage"], clipped_M * batch["advantage"])).mean()
+    value_loss = 0.5 * (weight_M * (value_M - batch["return"]) ** 2).mean()
+    entropy = (weight_M * distribution.entropy()).mean()
+    ent_coef = log_ent_coef.exp()
+    loss = policy_loss + options.vf_coef * value_loss - ent_coef.detach() * entropy
+    if options.target_entropy is not None:
+        loss = loss + ent_coef * (distribution.entropy().mean().detach() - options.target_entropy)
+    with torch.no_grad():
+        logs = {
+            "losses/policy_loss": policy_loss,
+            "losses/value_loss": value_loss,
+            "losses/entropy": distribution.entropy().mean(),
+            "losses/approx_kl": (ratio_M - 1 - log_ratio_M).mean(),
+            "losses/clipfrac": ((ratio_M - 1).abs() > options.clip_coef).float().mean(),
+            "losses/ent_coef": ent_coef,
+        }
+    return loss, {name: value.detach() for name, value in logs.items()}
+
+
+def learn(policy, optimizer, rollout, options):
+    """Update the policy from one rollout: --update-epochs passes over B mini-batches. Returns what to log.
+
+    Raises FloatingPointError, before any weight is touched, if a gradient is not finite.
+    """
+    device, size = rollout.device, rollout.size
+    columns = {name: getattr(rollout, name)[:size] for name in ("env", "complete", "reward", "terminated", "truncated")}
+    for name in ("value", "final_value"):
+        columns[name] = getattr(rollout, name)[:size].cpu().numpy()
+    advantage_S = compute_advantages(**columns, gamma=options.gamma, gae_lambda=options.gae_lambda)
+    complete_S, value_S = columns["complete"], columns["value"]
+    return_S = advantage_S + value_S
+    if options.norm_adv:
+        advantage_S = (advantage_S - advantage_S[complete_S].mean()) / (advantage_S[complete_S].std() + 1e-8)
+    weight_S = importance_weights(columns["env"], complete_S, rollout.num_envs)
+    targets = {"advantage": advantage_S, "return": return_S, "weight": weight_S, "first": rollout.first[:size]}
+    targets = {name: torch.from_numpy(column).to(device) for name, column in targets.items()}
+    order_S, begin_Q = find_sequences(columns["env"], rollout.first[:size], complete_S)
+    logs = []
+    for _ in range(options.update_epochs):
+        permutation_Q = torch.randperm(len(begin_Q)).numpy()
+        for slots_M, begin in cut_minibatches(order_S, begin_Q, permutation_Q, options.num_minibatches):
+            packed = pack_sequences(slots_M, begin)
+            logs.append(update_policy(policy, optimizer, rollout, targets, packed, options))
+    error = (return_S - value_S)[complete_S].var() / max(return_S[complete_S].var(), 1e-12)
+    means = {name: torch.stack([log[name] for log in logs]).mean().item() for name in logs[0]}
+    return {**means, "losses/explained_variance": 1 - float(error), "ver/importance_weight": float(weight_S[complete_S].mean())}
+
+
+def update_policy(policy, optimizer, rollout, targets, packed, options):
+    """One optimizer step on one packed mini-batch."""
+    slots_M, batch_sizes, begin_slots_Q = packed
+    index_M = torch.from_numpy(slots_M).to(rollout.device)
+    batch = {name: column[index_M] for name, column in targets.items()}
+    batch |= {name: getattr(rollout, name)[index_M] for name in ("action", "log_prob", "prev_action")}
+    obs = {key: part[index_M] for key, part in rollout.obs.items()}
+    state_Q2LH = rollout.state[torch.from_numpy(begin_slots_Q).to(rollout.device)]
+    with autocast(policy, rollout.device):
+        distribution, value_M = policy.sequences(obs, batch["prev_action"], batch["first"], state_Q2LH, batch_sizes)
+    loss, logs = ppo_loss(distribution, value_M, batch, policy.log_ent_coef, options)
+    optimizer.zero_grad()
+    loss.backward()
+    norm = nn.utils.clip_grad_norm_(policy.parameters(), options.max_grad_norm)
+    if not torch.isfinite(norm):
+        raise FloatingPointError(f"loss {loss.item()}, gradient norm {norm.item()}: try a lower --learning-rate")
+    optimizer.step()
+    if policy.log_ent_coef.requires_grad:
+        policy.log_ent_coef.data.clamp_(*(math.log(bound) for bound in ENT_COEF_BOUNDS))
+    return {**logs, "losses/grad_norm": norm.detach()}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Run folder, logging, checkpoints, evaluation
+# ----------------------------------------------------------------------------------------------------------------------
+
+CHECKPOINT_FORMAT = 1
+
+
+def save_checkpoint(path, policy, optimizer, collector, options, progress):
+    """Write everything that a run needs to go on, atomically: a crash leaves the old file or the new one, both whole.
+
+    Only tensors and plain types, so that it loads with weights_only=True and a foreign file can execute nothing.
+    Environments are saved as seed and actions (`EnvironmentRow.start` repeats them).
+    """
+    environments = [
+        (int(episode), torch.from_numpy(np.array(actions))) if len(actions) < REPLAY_LIMIT else (int(episode) + 1, torch.empty(0))
+        for episode, actions in zip(collector.episode_N, collector.actions_N)
+    ]
+    content = {
+        "format": CHECKPOINT_FORMAT,
+        "options": asdict(options),
+        "policy": policy.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "progress": progress,
+        "version": collector.version,
+        "environments": environments,
+        "state": collector.state_N,
+        "prev_action": collector.prev_action_N,
+        "torch_rng": torch.get_rng_state(),
+        "cuda_rng": torch.cuda.get_rng_state(collector.state_N.device) if collector.state_N.is_cuda else None,
+    }
+    temporary = path.with_suffix(".tmp")
+    with open(temporary, "wb") as file:
+        torch.save(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def load_checkpoint(path):
+    """A checkpoint's content, on the CPU. Raises UserError for anything but a checkpoint of this program."""
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise UserError(f"there is no checkpoint {path}") from None
+    except Exception as error:  # whatever a damaged or hostile file makes of the loader
+        raise UserError(f"{path} is not a checkpoint that can be read ({type(error).__name__})") from None
+    if not isinstance(content, dict) or content.get("format") != CHECKPOINT_FORMAT:
+        raise UserError(f"{path} is not a checkpoint of this program (format {CHECKPOINT_FORMAT})")
+    return content
+
+
+def load_policy(policy, content, path):
+    """Put a checkpoint's weights into the policy. Raises UserError if they belong to another network."""
+    try:
+        policy.load_state_dict(content["policy"])
+    except RuntimeError as error:
+        difference = " ".join(str(error).split())[:300]
+        raise UserError(f"{path} belongs to another network or environment: {difference}") from None
+
+
+class Run:
+    """A run folder: options.json, TensorBoard events, checkpoint.pt; and the progress bar on the terminal."""
+
+    def __init__(self, options, step):
+        name = f"{options.env_id.replace('/', '-').replace(':', '-')}__{options.exp_name}__{options.seed}__{int(time.time())}"
+        self.folder = Path(options.resume or Path(options.runs_dir) / name)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / "options.json").write_text(json.dumps(asdict(options), indent=2) + "\n")
+        except OSError as error:
+            raise UserError(f"the run folder {self.folder} cannot be written ({error.strerror}): choose another --runs-dir") from None
+        from torch.utils.tensorboard import SummaryWriter  # takes a second to import
+
+        self.writer = SummaryWriter(self.folder, purge_step=step + 1 if options.resume else None)
+        self.bar = tqdm(total=options.total_timesteps, initial=step, unit=" steps", dynamic_ncols=True, smoothing=0.1)
+        self.began, self.first_step = time.perf_counter(), step
+
+    @property
+    def checkpoint(self):
+        return self.folder / "checkpoint.pt"
+
+    def log(self, step, scalars, recent, metrics):
+        """Write scalars and the mean result of the last episodes, and move the progress bar."""
+        scalars["charts/SPS"] = (step - self.first_step) / (time.perf_counter() - self.began)
+        shown = {}
+        if recent:
+            means = np.nanmean(np.array(recent), axis=0)
+            scalars |= {"charts/episodic_return": means[0], "charts/episodic_length": means[1]}
+            scalars |= {f"metrics/{name}": mean for name, mean in zip(metrics, means[2:])}
+            shown = {"return": means[0], **{name: mean for name, mean in zip(metrics, means[2:]) if name in ("success", "spl")}}
+        for tag, value in scalars.items():
+            self.writer.add_scalar(tag, value, step)
+        self.bar.set_postfix({name: f"{value:.3g}" for name, value in shown.items()}, refresh=False)
+        self.bar.update(step - self.bar.n)
+
+    def close(self):
+        self.bar.close()
+        self.writer.close()
+
+
+def describe_rollout(rollout, collector, learning_sec, env_step_ms):
+    """What to log of one rollout: where the time went, batch sizes, and how uneven the environments were."""
+    steps_N = np.bincount(rollout.env[rollout.complete], minlength=rollout.num_envs)
+    seconds = {**collector.seconds, "learning": learning_sec}
+    return {
+        **{f"time/{name}_share": sec / sum(seconds.values()) for name, sec in seconds.items()},
+        "time/rollout_sec": collector.seconds["waiting"] + collector.seconds["inference"],
+        "time/learning_sec": learning_sec,
+        "time/env_step_ms": env_step_ms,
+        "ver/batch_size": (rollout.size - rollout.carried) / collector.batches,
+        "ver/steps_per_env_min": steps_N.min(),
+        "ver/steps_per_env_max": steps_N.max(),
+        "ver/carried_share": rollout.carried / rollout.steps,
+    }
+
+
+def evaluate(policy, spec, options, frames=None):
+    """Play --eval-episodes validation episodes and return their results: E x (return, length, metrics).
+
+    Each environment plays its share of a fixed list of episodes, so that short episodes do not count more than long ones
+    and two policies are compared on the same floor plans. `frames`, a list, collects pictures (one environment only).
+    """
+    num_envs = 1 if frames is not None else min(options.num_envs, options.eval_episodes)
+    options = replace(options, seed=0, num_envs=num_envs, sim_latency=0.0, capture_video=frames is not None,
+                      num_workers=min(count_workers(options), num_envs) * (frames is None))  # fmt: skip
+    left_N = [options.eval_episodes // num_envs + (row < options.eval_episodes % num_envs) for row in range(num_envs)]
+    device = next(policy.parameters()).device
+    workers, results = start_workers(options, "val", spec), []
+    collector = Collector(workers, policy, spec, options, device, StopSignal())
+    try:
+        with torch.random.fork_rng():
+            torch.manual_seed(options.seed)
+            while len(results) < options.eval_episodes:
+                rows = take_requests(collector, limit=num_envs)
+                for row in rows:
+                    if collector.shared["first"][row] and collector.open_slot_N[row] >= 0:
+                        results.append(collector.shared["result"][row].tolist())
+                        left_N[row] -= 1
+                rows = [row for row in rows if left_N[row]]
+                if rows:
+                    act(policy, collector, rows, options.greedy)
+        if frames is not None:
+            frames += workers.environments[0].frames
+        return np.array(results)
+    finally:
+        workers.close()
+
+
+def act(policy, collector, rows, greedy):
+    """Compute and send the actions of these rows without recording anything."""
+    *_, distribution, _, after_B = infer(policy, collector.workers.transfer, collector, rows)
+    action_BA = distribution.mode if greedy else distribution.sample()
+    collector.workers.transfer.action[rows] = action_BA.to("cpu")
+    collector.state_N[rows], collector.prev_action_N[rows] = after_B, action_BA
+    collector.open_slot_N[rows] = 0  # an answer is awaited
+    collector.workers.send(rows)
+
+
+def report_evaluation(policy, spec, options, folder, writer=None, step=0):
+    """Evaluate, print mean +- standard error of every result, log them, and write the video if one was asked for."""
+    began = time.perf_counter()
+    results = evaluate(policy, spec, options)
+    names = ("return", "length", *spec.metrics)
+    means, errors = results.mean(axis=0), results.std(axis=0, ddof=len(results) > 1) / math.sqrt(len(results))
+    how = "greedy" if options.greedy else "sampled"
+    line = ", ".join(f"{name} {mean:.3f} ± {error:.3f}" for name, mean, error in zip(names, means, errors))
+    print(f"evaluation, {len(results)} {how} episodes in {time.perf_counter() - began:.0f} s: {line}")
+    for name, mean in zip(names, means):
+        if writer:
+            writer.add_scalar(f"eval/{name}", mean, step)
+    if options.capture_video:
+        frames = []
+        evaluate(policy, spec, replace(options, eval_episodes=3), frames)
+        path = folder / "evaluation.gif"
+        write_gif(path, frames)
+        print(f"video: {path}")
+
+
+def write_gif(path, frames):
+    """Write pictures (uint8, height x width x 3, of any sizes) as an animation, 10 a second."""
+    from PIL import Image
+
+    height, width = (max(frame.shape[axis] for frame in frames) for axis in (0, 1))
+    padded = [np.pad(f, [(0, height - f.shape[0]), (0, width - f.shape[1]), (0, 0)], constant_values=255) for f in frames]
+    first, *others = [Image.fromarray(frame) for frame in padded]
+    first.save(path, save_all=True, append_images=others, duration=100, loop=0)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Train
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def learning_rate_at(step, options):
+    """Cosine from --learning-rate to 0 (VER table A1)."""
+    return options.learning_rate * 0.5 * (1 + math.cos(math.pi * min(1.0, step / options.total_timesteps)))
+
+
+def train(options):
+    """Train to the end, evaluate, and return the run folder. Everything that can be refused is refused before the start."""
+    spec, device = describe_env(options), choose_device(options)
+    torch.manual_seed(options.seed)
+    policy = Policy(spec, options).to(device)
+    optimizer = torch.optim.Adam(policy.parameters(), lr=options.learning_rate, eps=1e-5)
+    saved = load_checkpoint(Path(options.resume) / "checkpoint.pt") if options.resume else None
+    step, recent = 0, deque(maxlen=100)
+    if saved:
+        load_policy(policy, saved, options.resume)
+        optimizer.load_state_dict(saved["optimizer"])
+        step, recent = saved["progress"]["step"], deque(saved["progress"]["recent"], maxlen=100)
+    run = Run(options, step)
+    cores, stop = torch.get_num_threads(), StopSignal().listen()
+    print(f"{run.folder}: {options.num_envs} environments in {count_workers(options)} workers, "
+          f"{sum(p.numel() for p in policy.parameters()):,} parameters on {device}")  # fmt: skip
+    workers = start_workers(options, "train", spec, saved and saved["environments"])
+    try:
+        collector = Collector(workers, policy, spec, options, device, stop)
+        if saved:
+            collector.restore(saved)
+        rollout = Rollout(spec, options.rollout_steps, options.num_envs, policy.state_shape, device)
+        checkpointed = step
+        while step < options.total_timesteps:
+            torch.set_num_threads(1)  # the workers want the cores now
+            collect_rollout(policy, rollout, collector)
+            if options.debug:
+                check_rollout(rollout, collector.version)
+            began = time.perf_counter()
+            torch.set_num_threads(cores)
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate_at(step, options)
+            logs = learn(policy, optimizer, rollout, options)
+            step += rollout.steps
+            collector.version += 1
+            recent.extend(collector.results)
+            logs |= describe_rollout(rollout, collector, time.perf_counter() - began, 1000 * workers.transfer.step_sec.mean())
+            logs["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
+            run.log(step, logs, recent, spec.metrics)
+            if step - checkpointed >= options.checkpoint_interval or step >= options.total_timesteps:
+                progress = {"step": step, "recent": list(recent)}
+                save_checkpoint(run.checkpoint, policy, optimizer, collector, options, progress)
+                checkpointed = step
+    except Interrupted:
+        save_checkpoint(run.checkpoint, policy, optimizer, collector, options, {"step": step, "recent": list(recent)})
+        run.bar.write(f"stopped at step {step}; go on with: --resume {run.folder}")
+        raise
+    finally:
+        workers.close()
+        run.bar.close()
+        stop.restore()
+    if options.eval_episodes:
+        report_evaluation(policy, spec, options, run.folder, run.writer, step)
+    run.close()
+    return run.folder
+
+
+def parse_options(argv):
+    """Options from the command line; with --resume or --checkpoint, those of that run where none is given here."""
+    given = tyro.cli(Options, args=argv)
+    path = given.checkpoint or (given.resume and Path(given.resume) / "checkpoint.pt")
+    if not path:
+        return given
+    known = {field.name for field in fields(Options)}
+    saved = {name: value for name, value in load_checkpoint(path)["options"].items() if name in known}
+    saved |= {"resume": None, "checkpoint": None, "sim_latency_spread": tuple(saved["sim_latency_spread"])}
+    options = tyro.cli(Options, args=argv, default=Options(**saved))
+    for name, value in asdict(options).items():
+        if value != saved[name] and name not in ("resume", "checkpoint"):
+            print(f"--{name.replace('_', '-')}: {value} (the checkpoint has {saved[name]})")
+    return options
+
+
+def main(argv=None):
+    """Command line. Exit status 0: done, 1: failed while running, 2: refused, 130 or 143: stopped by a signal."""
+    try:
+        options = parse_options(argv)
+        validate_options(options)
+        if not options.checkpoint:
+            train(options)
+            return 0
+        spec = describe_env(options)
+        policy = Policy(spec, options).to(choose_device(options))
+        load_policy(policy, load_checkpoint(options.checkpoint), options.checkpoint)
+        report_evaluation(policy, spec, options, Path(options.checkpoint).parent)
+        return 0
+    except UserError as error:
+        print(f"ver_ppo.py: {error}", file=sys.stderr)
+        return 2
+    except (EnvironmentFailure, FloatingPointError) as error:
+        print(f"ver_ppo.py: {error}", file=sys.stderr)
+        return 1
+    except Interrupted as error:
+        return 128 + error.args[0]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
