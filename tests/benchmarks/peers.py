@@ -1,0 +1,292 @@
+"""How fast ver_ppo.py trains next to other trainers of recurrent PPO: environment steps per second, collecting and learning.
+
+    python tests/benchmarks/peers.py --sample-factory-python SF/bin/python --sb3-python SB3/bin/python --rounds 3
+
+The peers are Sample Factory (APPO, asynchronous) and RecurrentPPO of sb3-contrib. They pin other versions of Gymnasium,
+so each lives in a virtual environment of its own (leave one out and it is not measured):
+
+    python -m venv SF;  SF/bin/pip install torch==2.13.0;  SF/bin/pip install sample-factory==2.1.1 tyro tqdm
+    python -m venv SB3; SB3/bin/pip install torch==2.13.0; SB3/bin/pip install sb3-contrib tyro tqdm
+
+The same for all: environment class (PointNavNoStop below), 16 environments x 128 steps in a rollout, two epochs of two
+mini-batches, Adam, the modules that encode the observation, an LSTM of 128, CPU. Two differences remain: ver_ppo.py also
+reads the previous action (an LSTM input of 224 numbers instead of 192), and Sample Factory learns while it collects, from
+experience of older policies. The learning rate is close to 0, so that everybody plays the uniform policy until the end
+and nobody's environments become cheaper or dearer to step.
+
+A round runs every trainer once, each alone on the machine and in a process of its own. Its rate counts from the end of the
+third rollout to the end of the last. Peers run the first of their VARIANTS; with --all-variants they run all, and the one
+with the best median counts. Run by hand; prints one line for each run and JSON at the end.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+import ver_ppo  # noqa: E402
+
+NUM_ENVS, NUM_STEPS, MINIBATCHES, EPOCHS, HIDDEN, LEARNING_RATE = 16, 128, 2, 2, 128, 1e-6
+ROLLOUT_STEPS = NUM_ENVS * NUM_STEPS
+WARM_UP_ROLLOUTS = 3
+ENV_ID = "PointNavNoStop-v0"
+
+VARIANTS = {
+    "ver": {"default": {}},
+    "sample_factory": {
+        f"{workers}x{NUM_ENVS // workers}-rollout{rollout}": {
+            "num_workers": workers, "num_envs_per_worker": NUM_ENVS // workers, "rollout": rollout,
+        }
+        for workers in (2, 4) for rollout in (32, 128)
+    },
+    "sb3": {"dummy": {"processes": False}, "subproc": {"processes": True}},
+}  # fmt: skip
+PACKAGES = {"ver": [], "sample_factory": ["sample-factory"], "sb3": ["stable-baselines3", "sb3-contrib"]}
+
+
+class PointNavNoStop(ver_ppo.PointNav):
+    """PointNav whose action `stop` turns left instead, unless the agent stands within success distance of the goal.
+
+    The uniform policy would end every episode after four steps and the trainers would be compared at resetting; so most
+    episodes last their 500 steps.
+    """
+
+    def step(self, action):
+        away = np.hypot(*(self.goal - self.position)) > ver_ppo.SUCCESS_M
+        return super().step(2 if action == 0 and away else action)
+
+
+if ENV_ID not in gym.registry:  # this file is imported twice: as the program, and as `peers` by gym.make
+    gym.register(ENV_ID, entry_point="peers:PointNavNoStop")
+
+
+def make_env(*_, **__):
+    """The environment just as ver_ppo.make_env makes it, wrappers included. Other trainers' arguments are ignored."""
+    return gym.make(f"peers:{ENV_ID}", disable_env_checker=True)
+
+
+class ObservationEncoder(nn.Module):
+    """The encoders of ver_ppo.Policy, for the peers: B x (depth, goal) -> B x 192."""
+
+    def __init__(self, space):
+        super().__init__()
+        self.depth = ver_ppo.ImageEncoder(space["depth"], HIDDEN)
+        self.goal = ver_ppo.VectorEncoder(space["goal"], HIDDEN // 2)
+        self.out_features = HIDDEN + HIDDEN // 2
+
+    def forward(self, obs):
+        return torch.cat([self.depth(obs["depth"]), self.goal(obs["goal"])], dim=1)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Trainers: train for at least so many steps, return a mark (steps so far, time) for the end of every rollout's learning
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def train_ver(steps, folder):
+    """ver_ppo.train as it is, logging and checkpoint included."""
+    marks, log = [], ver_ppo.Run.log
+
+    def log_and_mark(run, step, *rest):
+        log(run, step, *rest)
+        marks.append((step, time.perf_counter()))
+
+    ver_ppo.Run.log = log_and_mark
+    options = ver_ppo.Options(
+        env_id=f"peers:{ENV_ID}", total_timesteps=steps, device="cpu", runs_dir=folder, eval_episodes=0,
+        num_envs=NUM_ENVS, num_steps=NUM_STEPS, num_minibatches=MINIBATCHES, update_epochs=EPOCHS, hidden_size=HIDDEN,
+        learning_rate=LEARNING_RATE,
+    )  # fmt: skip
+    ver_ppo.train(options)
+    return marks
+
+
+def make_sample_factory_encoder(cfg, obs_space):
+    """ObservationEncoder with the methods that Sample Factory asks for."""
+    from sample_factory.model.encoder import Encoder
+
+    class SampleFactoryEncoder(Encoder):
+        def __init__(self):
+            super().__init__(cfg)
+            self.encoder = ObservationEncoder(obs_space)
+
+        def forward(self, obs_dict):
+            return self.encoder(obs_dict)
+
+        def get_out_size(self):
+            return self.encoder.out_features
+
+    return SampleFactoryEncoder()
+
+
+def make_sample_factory_policy(cfg, obs_space, action_space):
+    """Sample Factory's own model, except that its action distribution starts uniform, as the others' does."""
+    from sample_factory.model.actor_critic import default_make_actor_critic_func
+
+    policy = default_make_actor_critic_func(cfg, obs_space, action_space)
+    ver_ppo.orthogonal(policy.action_parameterization.distribution_linear, 0.01)
+    return policy
+
+
+def train_sample_factory(steps, folder, **sampling):
+    """APPO with double-buffered sampling and the learner in a process of its own (its defaults)."""
+    from sample_factory.algo.runners.runner import AlgoObserver
+    from sample_factory.algo.utils.context import global_model_factory
+    from sample_factory.cfg.arguments import parse_full_cfg, parse_sf_args
+    from sample_factory.envs.env_utils import register_env
+    from sample_factory.train import make_runner
+
+    register_env(ENV_ID, make_env)
+    global_model_factory().register_encoder_factory(make_sample_factory_encoder)
+    global_model_factory().register_actor_critic_factory(make_sample_factory_policy)
+    settings = {
+        "algo": "APPO", "env": ENV_ID, "train_dir": folder, "experiment": "peers", "device": "cpu", "train_for_env_steps": steps,
+        "async_rl": True, "serial_mode": False, "worker_num_splits": 2, **sampling,
+        "batch_size": ROLLOUT_STEPS // MINIBATCHES, "num_batches_per_epoch": MINIBATCHES, "num_epochs": EPOCHS,
+        "use_rnn": True, "rnn_type": "lstm", "rnn_size": HIDDEN, "recurrence": -1, "policy_initialization": "torch_default",
+        "normalize_input": False, "normalize_returns": False, "learning_rate": LEARNING_RATE,
+    }  # fmt: skip
+    arguments = [f"--{name}={value}" for name, value in settings.items()]
+    parser, _ = parse_sf_args(arguments)
+    _, runner = make_runner(parse_full_cfg(parser, arguments))
+    marks = []
+
+    class Marker(AlgoObserver):
+        def on_training_step(self, runner, training_iteration_since_resume):  # an iteration learns from one rollout's worth
+            marks.append((training_iteration_since_resume * ROLLOUT_STEPS, time.perf_counter()))
+
+    runner.register_observer(Marker())
+    if runner.init() or runner.run():
+        raise RuntimeError("Sample Factory reports a failure")
+    return marks
+
+
+def train_sb3(steps, folder, processes):
+    """RecurrentPPO; the environments in the main process, or in a process each."""
+    from sb3_contrib import RecurrentPPO
+    from stable_baselines3.common.callbacks import BaseCallback
+    from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
+    from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv
+
+    class Extractor(BaseFeaturesExtractor):
+        def __init__(self, space):
+            encoder = ObservationEncoder(space)
+            super().__init__(space, encoder.out_features)
+            self.encoder = encoder
+
+        def forward(self, obs):
+            return self.encoder(obs)
+
+    marks = []
+
+    class Marker(BaseCallback):
+        def mark(self):
+            if self.num_timesteps:
+                marks.append((self.num_timesteps, time.perf_counter()))
+
+        def _on_step(self):
+            return True
+
+        _on_rollout_start = _on_training_end = mark  # a rollout starts where the learning from the one before has ended
+
+    vec_env = (SubprocVecEnv if processes else DummyVecEnv)([make_env] * NUM_ENVS)
+    policy = {"features_extractor_class": Extractor, "net_arch": [], "lstm_hidden_size": HIDDEN,
+              "shared_lstm": True, "enable_critic_lstm": False}  # fmt: skip
+    model = RecurrentPPO(
+        "MultiInputLstmPolicy", vec_env, learning_rate=LEARNING_RATE, n_steps=NUM_STEPS, batch_size=ROLLOUT_STEPS // MINIBATCHES,
+        n_epochs=EPOCHS, policy_kwargs=policy, seed=1, device="cpu",
+    )  # fmt: skip
+    model.learn(steps, callback=Marker())
+    vec_env.close()
+    return marks
+
+
+def measure(trainer, variant, steps):
+    """In the trainer's own process: train, and print the result as one line of JSON."""
+    train = {"ver": train_ver, "sample_factory": train_sample_factory, "sb3": train_sb3}[trainer]
+    with tempfile.TemporaryDirectory() as folder:
+        marks = train(steps, folder, **VARIANTS[trainer][variant])
+    (first_step, began), (last_step, ended) = marks[WARM_UP_ROLLOUTS - 1], marks[-1]
+    versions = {name: version(name) for name in ("torch", "gymnasium", "numpy", *PACKAGES[trainer])}
+    rate = (last_step - first_step) / (ended - began)
+    print("\n" + json.dumps({"trainer": trainer, "variant": variant, "sps": rate, "steps": last_step, "versions": versions}))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Comparison
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def start(python, trainer, variant, args):
+    """Run one trainer in a subprocess and return its result. Raises RuntimeError if it fails or outlives --timeout."""
+    arguments = ["--trainer", trainer, "--variant", variant, "--total-timesteps", str(args.total_timesteps)]
+    output = tempfile.TemporaryFile("w+")
+    process = subprocess.Popen(
+        [python, Path(__file__).resolve(), *arguments], stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+    )
+    try:
+        status = process.wait(args.timeout)
+    except subprocess.TimeoutExpired:
+        status = f"none after {args.timeout:.0f} s"
+    finally:  # a trainer that hangs or is given up leaves worker processes behind: they are in its group
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    output.seek(0)
+    text = output.read()
+    results = [line for line in text.splitlines() if line.startswith('{"trainer"')]
+    if status or not results:
+        raise RuntimeError(f"{trainer} {variant}: exit status {status}\n{text[-3000:]}")
+    return json.loads(results[-1])
+
+
+def compare(args):
+    """Interleaved rounds of all trainers; returns every run's result, and per peer the ratios ours / peer."""
+    pythons = {"ver": sys.executable, "sample_factory": args.sample_factory_python, "sb3": args.sb3_python}
+    runs = [(t, v) for t in VARIANTS if pythons[t] for v in list(VARIANTS[t])[: None if args.all_variants else 1]]
+    sps, results = {run: [] for run in runs}, []
+    for round_number in range(args.rounds):
+        for trainer, variant in runs:
+            result = start(pythons[trainer], trainer, variant, args)
+            results.append(result)
+            sps[trainer, variant].append(result["sps"])
+            ratio = sps["ver", "default"][-1] / result["sps"]
+            print(f"round {round_number + 1}: {trainer} {variant}: {result['sps']:.0f} steps/s, ours/this {ratio:.2f}", flush=True)
+    summary = {}
+    for peer in dict.fromkeys(trainer for trainer, _ in runs if trainer != "ver"):
+        best = max((run for run in runs if run[0] == peer), key=lambda run: np.median(sps[run]))
+        ratios = [ours / theirs for ours, theirs in zip(sps["ver", "default"], sps[best])]
+        summary[peer] = {"variant": best[1], "sps": sps[best], "ours_over_peer": ratios, "median": float(np.median(ratios))}
+        print(f"ours/{peer} ({best[1]}): median {np.median(ratios):.2f}, {min(ratios):.2f} to {max(ratios):.2f}")
+    return {"steps": args.total_timesteps, "cores": os.cpu_count(), "peers": summary, "runs": results}
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sample-factory-python", help="Python of the virtual environment with Sample Factory")
+    parser.add_argument("--sb3-python", help="Python of the virtual environment with sb3-contrib")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--total-timesteps", type=int, default=100_000, help="of each run")
+    parser.add_argument("--timeout", type=float, default=900.0, help="seconds after which a run is given up")
+    parser.add_argument("--all-variants", action="store_true", help="try all variants of the peers and keep the best")
+    parser.add_argument("--trainer", choices=VARIANTS, help=argparse.SUPPRESS)
+    parser.add_argument("--variant", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.total_timesteps <= WARM_UP_ROLLOUTS * ROLLOUT_STEPS:
+        parser.error(f"--total-timesteps must exceed the warm-up of {WARM_UP_ROLLOUTS * ROLLOUT_STEPS}")
+    if arguments.trainer:
+        measure(arguments.trainer, arguments.variant, arguments.total_timesteps)
+    else:
+        print(json.dumps(compare(arguments)))

@@ -1,0 +1,134 @@
+"""Small environments for the tests. Importing registers them: `tests.envs:Cue-v0` and so on."""
+
+import os
+import time
+
+import gymnasium as gym
+import numpy as np
+from gymnasium import spaces
+
+
+class Cue(gym.Env):
+    """Memory: a cue (0 or 1) is shown in the first observation only and asked for after `delay` steps; 1 if right."""
+
+    observation_space = spaces.Box(-1, 1, (2,), np.float32)
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, delay=10, render_mode=None):
+        self.delay = delay
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.cue, self.steps = int(self.np_random.integers(2)), 0
+        return np.array([2 * self.cue - 1, 0], np.float32), {}
+
+    def step(self, action):
+        self.steps += 1
+        asked = self.steps > self.delay
+        reward = float(asked and action == self.cue)
+        return np.array([0, self.steps == self.delay], np.float32), reward, asked, False, {}
+
+
+class Count(gym.Env):
+    """Counts its steps in the observation; truncated after `limit` steps, and terminated never."""
+
+    observation_space = spaces.Box(0, np.inf, (2,), np.float64)
+    action_space = spaces.Discrete(3, start=-1)
+
+    def __init__(self, limit=7, render_mode=None):
+        self.limit = limit
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.steps, self.offset = 0, float(self.np_random.random())
+        return self.observe(), {}
+
+    def observe(self):
+        return np.array([self.steps / 10, self.offset])
+
+    def step(self, action):
+        assert action in self.action_space
+        self.steps += 1
+        return self.observe(), 0.1 * action, False, self.steps >= self.limit, {}
+
+
+class Everything(Count):
+    """Every kind of observation, nested; several discrete actions."""
+
+    observation_space = spaces.Dict(
+        {
+            "camera": spaces.Dict({"rgb": spaces.Box(0, 255, (24, 20, 3), np.uint8), "grey": spaces.Box(0, 255, (16, 16), np.uint8)}),
+            "first": spaces.Box(0, 255, (3, 36, 40), np.uint8),
+            "arm": spaces.Box(-np.inf, np.inf, (2, 3), np.float64),
+            "room": spaces.Discrete(4, start=2),
+            "switches": spaces.MultiBinary(5),
+        }
+    )
+    action_space = spaces.MultiDiscrete([3, 2, 4])
+
+    def observe(self):
+        return self.observation_space.sample()
+
+    def step(self, action):
+        assert self.action_space.contains(action), action
+        return super().step(action[0])
+
+
+class Continuous(Count):
+    """Bounded and unbounded continuous actions."""
+
+    action_space = spaces.Box(np.array([[0.0, -np.inf]]), np.array([[4.0, np.inf]]), dtype=np.float64)
+
+    def step(self, action):
+        assert self.action_space.contains(action), action
+        return super().step(float(action[0, 0]) / 4)
+
+
+class Faulty(Count):
+    """Misbehaves at its 30th step of life in the way that `fault` names."""
+
+    def __init__(self, fault="raise", render_mode=None):
+        super().__init__(limit=20)
+        self.fault, self.life = fault, 0
+
+    def step(self, action):
+        self.life += 1
+        observation, reward, *rest = super().step(action)
+        if self.life == 30:
+            if self.fault == "raise":
+                raise RuntimeError("the simulator is out of paint")
+            if self.fault == "exit":
+                os._exit(7)
+            if self.fault == "hang":
+                time.sleep(3600)
+            if self.fault == "observation":
+                observation = observation * np.nan
+            if self.fault == "reward":
+                reward = np.inf
+        return observation, reward, *rest
+
+
+class TextObservation(Count):
+    """An observation space that is not supported."""
+
+    observation_space = spaces.Dict({"speech": spaces.Text(10)})
+
+
+class TupleAction(Count):
+    """An action space that is not supported."""
+
+    action_space = spaces.Tuple([spaces.Discrete(2), spaces.Discrete(2)])
+
+
+class Broken(Count):
+    """Cannot even be made."""
+
+    def __init__(self, render_mode=None):
+        raise RuntimeError("no licence")
+
+
+for name in ("Cue", "Count", "Everything", "Continuous", "Faulty", "TextObservation", "TupleAction", "Broken"):
+    gym.register(f"{name}-v0", f"{__name__}:{name}")
+gym.register("Autoreset-v0", lambda **kwargs: gym.wrappers.Autoreset(Count(**kwargs)))
+for fault in ("raise", "exit", "hang", "observation", "reward"):
+    gym.register(f"Faulty-{fault}-v0", f"{__name__}:Faulty", kwargs={"fault": fault})

@@ -1,0 +1,68 @@
+"""Environment workers under a virtual clock: the shipped collection code runs on them without processes and without time."""
+
+import heapq
+
+import numpy as np
+import torch
+from gymnasium import spaces
+
+import ver_ppo
+
+SPEC = ver_ppo.Spec({"obs": spaces.Box(-np.inf, np.inf, (4,), np.float32)}, spaces.Discrete(3), ())
+
+
+class VirtualWorkers:
+    """Same interface as ver_ppo.Workers. `duration(row, step)` says how long each step takes, `ending(row, step)` how it
+    ends: "terminated", "truncated" or None. Rewards and observations tell which step of which environment they are."""
+
+    def __init__(self, num_envs, duration, ending=lambda row, step: None, inference_sec=0.0, start_sec=lambda row: 0.0):
+        self.transfer, self.duration, self.ending = ver_ppo.Transfer(SPEC, num_envs), duration, ending
+        self.now, self.inference_sec, self.events = 0.0, inference_sec, []
+        self.steps_N, self.received = [-1] * num_envs, []
+        for row in range(num_envs):
+            heapq.heappush(self.events, (start_sec(row), row))
+
+    def send(self, rows):
+        self.now += self.inference_sec
+        for row in rows:
+            heapq.heappush(self.events, (self.now + self.duration(row, self.steps_N[row]), row))
+
+    def receive(self, timeout_sec):
+        if timeout_sec > 0 and self.events:
+            self.now = max(self.now, self.events[0][0])
+        rows = []
+        while self.events and self.events[0][0] <= self.now + 1e-9:
+            rows.append(heapq.heappop(self.events)[1])
+            self.answer(rows[-1])
+        self.received += rows
+        return rows
+
+    def answer(self, row):
+        out, step = self.transfer, self.steps_N[row]
+        ending = self.ending(row, step) if step >= 0 else None
+        out.reward[row] = reward_of(row, step)
+        out.terminated[row], out.truncated[row] = ending == "terminated", ending == "truncated"
+        out.first[row] = step < 0 or ending is not None
+        out.final_obs["obs"][row] = observation_of(row, step + 1, final=True)
+        self.steps_N[row] = step + 1
+        out.obs["obs"][row] = observation_of(row, step + 1)
+
+
+def reward_of(row, step):
+    """The reward of an environment's step: tells both."""
+    return row + step / 1000
+
+
+def observation_of(row, step, final=False):
+    """The observation before an environment's step (or the one that the reset replaced)."""
+    return torch.tensor([row / 10, np.sin(step), np.cos(step / 7), float(final)])
+
+
+def build(workers, num_envs, num_steps, **options):
+    """Policy, rollout and collector of the shipped code on virtual workers."""
+    options = ver_ppo.Options(num_envs=num_envs, num_steps=num_steps, num_workers=0, hidden_size=8, **options)
+    policy = ver_ppo.Policy(SPEC, options)
+    torch.nn.init.normal_(policy.actor.weight)
+    device = torch.device("cpu")
+    collector = ver_ppo.Collector(workers, policy, SPEC, options, device, ver_ppo.StopSignal())
+    return policy, ver_ppo.Rollout(SPEC, options.rollout_steps, num_envs, policy.state_shape, device), collector
