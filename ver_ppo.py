@@ -512,11 +512,9 @@ def make_env(options, split, render_mode=None):
         return PointNav(split, options.camera, options.image_size, render_mode)
     try:
         return gym.make(options.env_id, render_mode=render_mode, disable_env_checker=True)
-    except (gym.error.Error, ImportError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(
-            f"--env-id {options.env_id}: {reason} Use pointnav, an installed Gymnasium id or package.module:Id-v0"
-        ) from None
+    except Exception as error:  # whatever the environment's own code raises
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise UserError(f"--env-id {options.env_id} cannot be made ({reason}); pointnav, CartPole-v1, module:Id-v0 can") from error
 
 
 @dataclass(frozen=True)
@@ -866,7 +864,7 @@ class EnvironmentRow:
         self.episode = episode - 1
         self.reset()
         for action_A in actions:
-            self.step(action_A)
+            self.step(np.asarray(action_A))
             if self.out["first"][self.row]:  # a simulator that is not deterministic: go on from its new episode
                 break
 
@@ -896,10 +894,9 @@ class EnvironmentRow:
         is what the return goes on with. Every episode is reset here, so an autoreset wrapper changes nothing.
         """
         out, row = self.out, self.row
-        action = to_env_action(self.spec.action, action_A)
-        observation, reward, terminated, truncated, info = self.env.step(action)
-        self.render()
         self.length += 1
+        observation, reward, terminated, truncated, info = self.env.step(to_env_action(self.spec.action, action_A))
+        self.render()
         self.total_reward += float(reward)
         if not math.isfinite(reward):
             raise ValueError(f"reward is {reward}")
@@ -949,8 +946,8 @@ def worker_process(worker, rows, options, split, spec, transfer, announce, comma
     Ends when the main process closes the command pipe or dies (end of file either way). A failure is announced as the
     negative number -1 - row; its text lies in that row of `transfer.error`.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the main process's business
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for number in (signal.SIGINT, signal.SIGTERM):  # both reach the whole process group; the main process decides
+        signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)
     row = rows[0]
     environments = {}
@@ -1121,6 +1118,11 @@ class Collector:
         self.seconds = {"waiting": 0.0, "inference": 0.0}
         self.batches = 0
         self.results = []  # of the episodes that ended in this rollout: return, length, metrics
+
+    def skip_episodes(self):
+        """Let a resumed run begin new episodes everywhere."""
+        self.episode_N += 1
+        self.actions_N = [[] for _ in self.actions_N]
 
     def restore(self, saved):
         """Go on where a checkpoint was written; the workers have repeated the episodes' actions."""
@@ -1729,6 +1731,8 @@ def train(options):
     step, recent = 0, deque(maxlen=100)
     if saved:
         load_policy(policy, saved, options.resume)
+        if len(saved["environments"]) != options.num_envs:
+            raise UserError(f"--num-envs {options.num_envs}: the run to resume has {len(saved['environments'])}")
         optimizer.load_state_dict(saved["optimizer"])
         step, recent = saved["progress"]["step"], deque(saved["progress"]["recent"], maxlen=100)
     run = Run(options, step)
@@ -1736,10 +1740,10 @@ def train(options):
     print(f"{run.folder}: {options.num_envs} environments in {count_workers(options)} workers, "
           f"{sum(p.numel() for p in policy.parameters()):,} parameters on {device}")  # fmt: skip
     workers = start_workers(options, "train", spec, saved and saved["environments"])
+    collector = Collector(workers, policy, spec, options, device, stop)
+    if saved:
+        collector.restore(saved)
     try:
-        collector = Collector(workers, policy, spec, options, device, stop)
-        if saved:
-            collector.restore(saved)
         rollout = Rollout(spec, options.rollout_steps, options.num_envs, policy.state_shape, device)
         checkpointed = step
         while step < options.total_timesteps:
@@ -1762,7 +1766,9 @@ def train(options):
                 progress = {"step": step, "recent": list(recent)}
                 save_checkpoint(run.checkpoint, policy, optimizer, collector, options, progress)
                 checkpointed = step
-    except Interrupted:
+    except (Interrupted, EnvironmentFailure) as stopped:
+        if isinstance(stopped, EnvironmentFailure):
+            collector.skip_episodes()  # or the same episode would fail again
         save_checkpoint(run.checkpoint, policy, optimizer, collector, options, {"step": step, "recent": list(recent)})
         run.bar.write(f"stopped at step {step}; go on with: --resume {run.folder}")
         raise

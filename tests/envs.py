@@ -47,9 +47,12 @@ class Count(gym.Env):
         return np.array([self.steps / 10, self.offset])
 
     def step(self, action):
-        assert action in self.action_space
+        assert self.action_space.contains(action), action
+        return self.advance(0.1 * action)
+
+    def advance(self, reward):
         self.steps += 1
-        return self.observe(), 0.1 * action, False, self.steps >= self.limit, {}
+        return self.observe(), reward, False, self.steps >= self.limit, {}
 
 
 class Everything(Count):
@@ -71,7 +74,7 @@ class Everything(Count):
 
     def step(self, action):
         assert self.action_space.contains(action), action
-        return super().step(action[0])
+        return self.advance(float(action[0]))
 
 
 class Continuous(Count):
@@ -81,11 +84,11 @@ class Continuous(Count):
 
     def step(self, action):
         assert self.action_space.contains(action), action
-        return super().step(float(action[0, 0]) / 4)
+        return self.advance(float(action[0, 0]) / 4)
 
 
 class Faulty(Count):
-    """Misbehaves at its 30th step of life in the way that `fault` names."""
+    """Misbehaves at its 90th step of life in the way that `fault` names."""
 
     def __init__(self, fault="raise", render_mode=None):
         super().__init__(limit=20)
@@ -94,7 +97,7 @@ class Faulty(Count):
     def step(self, action):
         self.life += 1
         observation, reward, *rest = super().step(action)
-        if self.life == 30:
+        if self.life == 90:
             if self.fault == "raise":
                 raise RuntimeError("the simulator is out of paint")
             if self.fault == "exit":

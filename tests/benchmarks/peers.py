@@ -6,17 +6,16 @@ The peers are Sample Factory (APPO, asynchronous) and RecurrentPPO of sb3-contri
 so each lives in a virtual environment of its own (leave one out and it is not measured):
 
     python -m venv SF;  SF/bin/pip install torch==2.13.0;  SF/bin/pip install sample-factory==2.1.1 tyro tqdm
-    python -m venv SB3; SB3/bin/pip install torch==2.13.0; SB3/bin/pip install sb3-contrib tyro tqdm
+    python -m venv SB3; SB3/bin/pip install torch==2.13.0; SB3/bin/pip install sb3-contrib==2.9.2 tyro tqdm
 
 The same for all: environment class (PointNavNoStop below), 16 environments x 128 steps in a rollout, two epochs of two
 mini-batches, Adam, the modules that encode the observation, an LSTM of 128, CPU. Two differences remain: ver_ppo.py also
 reads the previous action (an LSTM input of 224 numbers instead of 192), and Sample Factory learns while it collects, from
-experience of older policies. The learning rate is close to 0, so that everybody plays the uniform policy until the end
-and nobody's environments become cheaper or dearer to step.
+experience of older policies. The learning rate is close to 0, so that everybody plays the uniform policy until the end.
 
-A round runs every trainer once, each alone on the machine and in a process of its own. Its rate counts from the end of the
-third rollout to the end of the last. Peers run the first of their VARIANTS; with --all-variants they run all, and the one
-with the best median counts. Run by hand; prints one line for each run and JSON at the end.
+Each run is a process of its own, one at a time, trainers by turns; its rate counts from the end of the third rollout to
+the end of the last. Peers run the first of their VARIANTS; with --all-variants all, and the one with the best median
+counts. Run by hand on an idle machine (a busy core stalls the threads of torch); prints one line for each run, then JSON.
 """
 
 import argparse
@@ -44,15 +43,18 @@ ROLLOUT_STEPS = NUM_ENVS * NUM_STEPS
 WARM_UP_ROLLOUTS = 3
 ENV_ID = "PointNavNoStop-v0"
 
-VARIANTS = {
+VARIANTS = {  # keyword arguments of the functions train_... below
     "ver": {"default": {}},
     "sample_factory": {
-        f"{workers}x{NUM_ENVS // workers}-rollout{rollout}": {
-            "num_workers": workers, "num_envs_per_worker": NUM_ENVS // workers, "rollout": rollout,
-        }
-        for workers in (2, 4) for rollout in (32, 128)
+        "4x4-rollout32": {"num_workers": 4, "num_envs_per_worker": 4, "rollout": 32},
+        "2x8-rollout32": {"num_workers": 2, "num_envs_per_worker": 8, "rollout": 32},
+        "4x4-rollout128": {"num_workers": 4, "num_envs_per_worker": 4, "rollout": 128},
+        "2x8-rollout128": {"num_workers": 2, "num_envs_per_worker": 8, "rollout": 128},
     },
-    "sb3": {"dummy": {"processes": False}, "subproc": {"processes": True}},
+    "sb3": {  # one thread leaves the other core to the environments' processes, two learn faster
+        f"{place}-{threads}thread": {"processes": place == "subproc", "threads": threads}
+        for place in ("dummy", "subproc") for threads in (1, 2)
+    },
 }  # fmt: skip
 PACKAGES = {"ver": [], "sample_factory": ["sample-factory"], "sb3": ["stable-baselines3", "sb3-contrib"]}
 
@@ -79,7 +81,7 @@ def make_env(*_, **__):
 
 
 class ObservationEncoder(nn.Module):
-    """The encoders of ver_ppo.Policy, for the peers: B x (depth, goal) -> B x 192."""
+    """The encoders of ver_ppo.Policy, for the peers: B x (depth, goal) -> B x 192 features."""
 
     def __init__(self, space):
         super().__init__()
@@ -91,9 +93,7 @@ class ObservationEncoder(nn.Module):
         return torch.cat([self.depth(obs["depth"]), self.goal(obs["goal"])], dim=1)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Trainers: train for at least so many steps, return a mark (steps so far, time) for the end of every rollout's learning
-# ----------------------------------------------------------------------------------------------------------------------
+# Trainers: train for at least `steps`, return a mark (steps so far, time) from the end of learning from each rollout.
 
 
 def train_ver(steps, folder):
@@ -153,8 +153,8 @@ def train_sample_factory(steps, folder, **sampling):
     global_model_factory().register_encoder_factory(make_sample_factory_encoder)
     global_model_factory().register_actor_critic_factory(make_sample_factory_policy)
     settings = {
-        "algo": "APPO", "env": ENV_ID, "train_dir": folder, "experiment": "peers", "device": "cpu", "train_for_env_steps": steps,
-        "async_rl": True, "serial_mode": False, "worker_num_splits": 2, **sampling,
+        "algo": "APPO", "env": ENV_ID, "train_dir": folder, "experiment": "peers", "device": "cpu",
+        "train_for_env_steps": steps, "async_rl": True, "serial_mode": False, "worker_num_splits": 2, **sampling,
         "batch_size": ROLLOUT_STEPS // MINIBATCHES, "num_batches_per_epoch": MINIBATCHES, "num_epochs": EPOCHS,
         "use_rnn": True, "rnn_type": "lstm", "rnn_size": HIDDEN, "recurrence": -1, "policy_initialization": "torch_default",
         "normalize_input": False, "normalize_returns": False, "learning_rate": LEARNING_RATE,
@@ -174,7 +174,7 @@ def train_sample_factory(steps, folder, **sampling):
     return marks
 
 
-def train_sb3(steps, folder, processes):
+def train_sb3(steps, folder, processes, threads):
     """RecurrentPPO; the environments in the main process, or in a process each."""
     from sb3_contrib import RecurrentPPO
     from stable_baselines3.common.callbacks import BaseCallback
@@ -190,6 +190,7 @@ def train_sb3(steps, folder, processes):
         def forward(self, obs):
             return self.encoder(obs)
 
+    torch.set_num_threads(threads)
     marks = []
 
     class Marker(BaseCallback):
@@ -206,8 +207,8 @@ def train_sb3(steps, folder, processes):
     policy = {"features_extractor_class": Extractor, "net_arch": [], "lstm_hidden_size": HIDDEN,
               "shared_lstm": True, "enable_critic_lstm": False}  # fmt: skip
     model = RecurrentPPO(
-        "MultiInputLstmPolicy", vec_env, learning_rate=LEARNING_RATE, n_steps=NUM_STEPS, batch_size=ROLLOUT_STEPS // MINIBATCHES,
-        n_epochs=EPOCHS, policy_kwargs=policy, seed=1, device="cpu",
+        "MultiInputLstmPolicy", vec_env, learning_rate=LEARNING_RATE, n_steps=NUM_STEPS,
+        batch_size=ROLLOUT_STEPS // MINIBATCHES, n_epochs=EPOCHS, policy_kwargs=policy, seed=1, device="cpu",
     )  # fmt: skip
     model.learn(steps, callback=Marker())
     vec_env.close()
@@ -225,27 +226,23 @@ def measure(trainer, variant, steps):
     print("\n" + json.dumps({"trainer": trainer, "variant": variant, "sps": rate, "steps": last_step, "versions": versions}))
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Comparison
-# ----------------------------------------------------------------------------------------------------------------------
-
-
 def start(python, trainer, variant, args):
     """Run one trainer in a subprocess and return its result. Raises RuntimeError if it fails or outlives --timeout."""
-    arguments = ["--trainer", trainer, "--variant", variant, "--total-timesteps", str(args.total_timesteps)]
-    output = tempfile.TemporaryFile("w+")
-    process = subprocess.Popen(
-        [python, Path(__file__).resolve(), *arguments], stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-    )
-    try:
-        status = process.wait(args.timeout)
-    except subprocess.TimeoutExpired:
-        status = f"none after {args.timeout:.0f} s"
-    finally:  # a trainer that hangs or is given up leaves worker processes behind: they are in its group
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    output.seek(0)
-    text = output.read()
+    command = [python, str(Path(__file__).resolve()), "--trainer", trainer, "--variant", variant]
+    command += ["--total-timesteps", str(args.total_timesteps)]
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            status = process.wait(args.timeout)
+        except subprocess.TimeoutExpired:
+            status = f"none after {args.timeout:.0f} s"
+        finally:
+            if process.poll() != 0:  # a trainer that fails or hangs leaves worker processes behind: they are in its group
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        output.seek(0)
+        text = output.read()
     results = [line for line in text.splitlines() if line.startswith('{"trainer"')]
     if status or not results:
         raise RuntimeError(f"{trainer} {variant}: exit status {status}\n{text[-3000:]}")
@@ -253,7 +250,7 @@ def start(python, trainer, variant, args):
 
 
 def compare(args):
-    """Interleaved rounds of all trainers; returns every run's result, and per peer the ratios ours / peer."""
+    """Interleaved rounds of all trainers; returns every run's result, and for each peer the ratios ver / peer."""
     pythons = {"ver": sys.executable, "sample_factory": args.sample_factory_python, "sb3": args.sb3_python}
     runs = [(t, v) for t in VARIANTS if pythons[t] for v in list(VARIANTS[t])[: None if args.all_variants else 1]]
     sps, results = {run: [] for run in runs}, []
@@ -263,13 +260,14 @@ def compare(args):
             results.append(result)
             sps[trainer, variant].append(result["sps"])
             ratio = sps["ver", "default"][-1] / result["sps"]
-            print(f"round {round_number + 1}: {trainer} {variant}: {result['sps']:.0f} steps/s, ours/this {ratio:.2f}", flush=True)
+            row = f"{result['sps']:.0f} steps/s, ver/this {ratio:.2f}"
+            print(f"round {round_number + 1}: {trainer} {variant}: {row}", flush=True)
     summary = {}
     for peer in dict.fromkeys(trainer for trainer, _ in runs if trainer != "ver"):
         best = max((run for run in runs if run[0] == peer), key=lambda run: np.median(sps[run]))
         ratios = [ours / theirs for ours, theirs in zip(sps["ver", "default"], sps[best])]
-        summary[peer] = {"variant": best[1], "sps": sps[best], "ours_over_peer": ratios, "median": float(np.median(ratios))}
-        print(f"ours/{peer} ({best[1]}): median {np.median(ratios):.2f}, {min(ratios):.2f} to {max(ratios):.2f}")
+        summary[peer] = {"variant": best[1], "sps": sps[best], "ver_over_peer": ratios, "median": float(np.median(ratios))}
+        print(f"ver/{peer} ({best[1]}): median {np.median(ratios):.2f}, {min(ratios):.2f} to {max(ratios):.2f}")
     return {"steps": args.total_timesteps, "cores": os.cpu_count(), "peers": summary, "runs": results}
 
 
@@ -289,4 +287,5 @@ if __name__ == "__main__":
     if arguments.trainer:
         measure(arguments.trainer, arguments.variant, arguments.total_timesteps)
     else:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as by Ctrl-C: no trainer is left behind
         print(json.dumps(compare(arguments)))

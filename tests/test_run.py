@@ -1,0 +1,372 @@
+"""Whole runs: reproducible, resumable, evaluated, and what happens to bad input and failing environments."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import ver_ppo
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+ROOT = Path(__file__).resolve().parents[1]
+SMALL = ["--num-envs", "4", "--num-steps", "16", "--hidden-size", "16", "--eval-episodes", "0", "--device", "cpu"]
+
+
+def small(tmp_path, *args):
+    """Arguments of a small run in this folder."""
+    return [*SMALL, "--runs-dir", str(tmp_path), *args]
+
+
+def run_folders(tmp_path):
+    return sorted(path for path in tmp_path.iterdir() if path.is_dir())
+
+
+def same(one, two):
+    """Whether two checkpoints hold the same weights, optimizer state, generators, environments and results."""
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, two)
+    if isinstance(one, dict):
+        return one.keys() == two.keys() and all(same(one[key], two[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(two) and all(map(same, one, two))
+    return one == two or (one != one and two != two)
+
+
+def differences(one, two):
+    return [key for key in one if key != "options" and not same(one[key], two[key])]
+
+
+def children():
+    """Processes that this test's process has started and that still live."""
+    me, found = os.getpid(), []
+    for status in Path("/proc").glob("[0-9]*/status"):
+        try:
+            lines = dict(line.split(":\t", 1) for line in status.read_text().splitlines() if ":\t" in line)
+        except OSError:
+            continue
+        command = (status.parent / "cmdline").read_bytes()
+        if int(lines["PPid"]) == me and b"forkserver" not in command and b"resource_tracker" not in command:
+            found.append(command)
+    return found
+
+
+def alive_in_group(group):
+    """Processes of this group that have not ended (a zombie has; who adopts it may be slow to notice)."""
+    alive = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, its_group = path.read_text().rsplit(")", 1)[1].split()[:3]
+        except OSError:
+            continue
+        if int(its_group) == group and state != "Z":
+            alive.append(path.parent.name)
+    return alive
+
+
+@pytest.mark.parametrize("env_id", ["pointnav", "tests.envs:Everything-v0", "tests.envs:Continuous-v0", "CartPole-v1"])
+def test_train(tmp_path, env_id):
+    """Work happens: weights move, rollouts hold their invariants, TensorBoard and options are written."""
+    extra = ["--camera", "rgb", "--image-size", "16"] if env_id == "pointnav" else ["--lstm-layers", "2"]
+    args = small(tmp_path, "--env-id", env_id, "--num-workers", "0", "--total-timesteps", "256", "--debug", *extra)
+    assert ver_ppo.main(args) == 0
+    (folder,) = run_folders(tmp_path)
+    assert folder.name.startswith(env_id.replace(":", "-") + "__ver__1__")
+    options = ver_ppo.parse_options(args)
+    assert json.loads((folder / "options.json").read_text())["env_id"] == env_id
+    saved = ver_ppo.load_checkpoint(folder / "checkpoint.pt")
+    assert saved["progress"]["step"] == 256 and saved["version"] == 4
+    torch.manual_seed(options.seed)
+    fresh = ver_ppo.Policy(ver_ppo.describe_env(options), options).state_dict()
+    moved = [name for name in fresh if not torch.equal(fresh[name], saved["policy"][name])]
+    assert len(moved) == len(fresh) - 1  # all but the fixed entropy coefficient
+    events = EventAccumulator(str(folder)).Reload()
+    tags = {
+        "charts/SPS", "charts/learning_rate", "losses/value_loss", "losses/policy_loss", "losses/entropy", "losses/approx_kl",
+        "losses/clipfrac", "losses/explained_variance", "time/waiting_share", "time/inference_share", "time/learning_share",
+        "ver/batch_size", "ver/steps_per_env_min", "ver/steps_per_env_max", "ver/carried_share",
+    }  # fmt: skip
+    assert tags <= set(events.Tags()["scalars"])
+    assert [event.step for event in events.Scalars("losses/entropy")] == [64, 128, 192, 256]
+
+
+@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
+def test_workers_are_the_same_environments(tmp_path, start_method):
+    """Worker processes, several environments each, answer what the same environments answer in the main process."""
+    options = ver_ppo.Options(env_id="tests.envs:Count-v0", num_envs=5, num_workers=2)
+    spec = ver_ppo.describe_env(options)
+    inline = ver_ppo.InlineWorkers(options, "train", spec, [(0, [])] * 5)
+    workers = ver_ppo.Workers(options, "train", spec, [(0, [])] * 5, start_method)
+    try:
+        for step in range(20):
+            answered = {pool: [] for pool in (inline, workers)}
+            for pool, rows in answered.items():
+                while len(rows) < 5:
+                    rows += pool.receive(5.0)
+                assert sorted(rows) == [0, 1, 2, 3, 4]
+            for name, one in vars(inline.transfer).items():
+                two = getattr(workers.transfer, name)
+                if name not in ("step_sec", "error"):
+                    assert same(one, two), (step, name)
+            for pool in (inline, workers):
+                pool.transfer.action[:] = torch.arange(5)[:, None] % 3
+                pool.send([3, 1, 0, 2, 4])
+    finally:
+        workers.close()
+    assert children() == []
+
+
+@pytest.mark.parametrize("env_id", ["pointnav", "tests.envs:Count-v0"])
+def test_same_seed_same_run(tmp_path, env_id):
+    """With --num-workers 0, the same seed gives the same run bit for bit, and another seed another."""
+    for seed in ("3", "3", "4"):
+        args = small(tmp_path / seed, "--env-id", env_id, "--num-workers", "0", "--total-timesteps", "320", "--seed", seed)
+        assert ver_ppo.main(args) == 0
+        time.sleep(1.1)  # run folders are named by the second
+    one, two = (ver_ppo.load_checkpoint(folder / "checkpoint.pt") for folder in run_folders(tmp_path / "3"))
+    assert differences(one, two) == []
+    other = ver_ppo.load_checkpoint(run_folders(tmp_path / "4")[0] / "checkpoint.pt")
+    assert "policy" in differences(one, other)
+
+
+@pytest.mark.parametrize("env_id", ["pointnav", "Pendulum-v1", "tests.envs:Count-v0"])
+def test_resume_is_going_on(tmp_path, env_id):
+    """A run that was interrupted and resumed equals one that was not, in the middle of episodes too."""
+    args = small(tmp_path / "whole", "--env-id", env_id, "--num-workers", "0", "--total-timesteps", "640")
+    assert ver_ppo.main(args) == 0
+    (whole,) = run_folders(tmp_path / "whole")
+
+    calls, learn = [], ver_ppo.learn
+
+    def interrupted(*args):
+        calls.append(1)
+        if len(calls) == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return learn(*args)
+
+    args = small(tmp_path / "parts", "--env-id", env_id, "--num-workers", "0", "--total-timesteps", "640")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ver_ppo, "learn", interrupted)
+        assert ver_ppo.main(args) == 128 + signal.SIGTERM
+    (parts,) = run_folders(tmp_path / "parts")
+    assert ver_ppo.load_checkpoint(parts / "checkpoint.pt")["progress"]["step"] == 320
+    assert ver_ppo.main(["--resume", str(parts)]) == 0
+    assert run_folders(tmp_path / "parts") == [parts]
+    one, two = (ver_ppo.load_checkpoint(folder / "checkpoint.pt") for folder in (whole, parts))
+    assert differences(one, two) == []
+    curves = [EventAccumulator(str(folder)).Reload().Scalars("losses/value_loss") for folder in (whole, parts)]
+    assert [(e.step, e.value) for e in curves[0]] == [(e.step, e.value) for e in curves[1]]
+
+
+def test_resume_with_workers(tmp_path, capsys):
+    """With worker processes too a run goes on: counters, schedule, the same folder; changed options are named."""
+    args = small(tmp_path, "--env-id", "tests.envs:Count-v0", "--num-workers", "2", "--total-timesteps", "256")
+    assert ver_ppo.main(args) == 0
+    (folder,) = run_folders(tmp_path)
+    assert ver_ppo.main(["--resume", str(folder), "--total-timesteps", "512"]) == 0
+    assert "--total-timesteps: 512 (the checkpoint has 256)" in capsys.readouterr().out
+    saved = ver_ppo.load_checkpoint(folder / "checkpoint.pt")
+    assert saved["progress"]["step"] == 512 and saved["version"] == 8
+    steps = [event.step for event in EventAccumulator(str(folder)).Reload().Scalars("charts/SPS")]
+    assert steps == [64 * k for k in range(1, 9)]
+
+
+def test_evaluation(tmp_path, capsys):
+    """--checkpoint evaluates: mean and standard error, the same numbers each time, no folder made; video on demand."""
+    args = small(tmp_path, "--num-workers", "0", "--total-timesteps", "128", "--image-size", "16")
+    assert ver_ppo.main(args) == 0
+    (folder,) = run_folders(tmp_path)
+    checkpoint = str(folder / "checkpoint.pt")
+    lines = []
+    for how in ([], [], ["--greedy"]):
+        capsys.readouterr()
+        assert ver_ppo.main(["--checkpoint", checkpoint, "--eval-episodes", "9", *how]) == 0
+        lines.append(capsys.readouterr().out.splitlines()[-1])
+    assert [line.split(" in ")[1].split(": ", 1)[1] for line in lines[:2]] * 2 == [line.split(": ", 1)[1] for line in lines[:2]] * 2
+    assert lines[0].startswith("evaluation, 9 sampled episodes") and lines[2].startswith("evaluation, 9 greedy episodes")
+    assert "success" in lines[0] and "spl" in lines[0] and " ± " in lines[0]
+    assert ver_ppo.main(["--checkpoint", checkpoint, "--eval-episodes", "2", "--capture-video"]) == 0
+    from PIL import Image
+
+    video = Image.open(folder / "evaluation.gif")
+    assert video.n_frames >= 6 and video.size[0] > 200
+    assert run_folders(tmp_path) == [folder]
+
+
+def test_evaluation_plays_a_fixed_list(tmp_path):
+    """Each environment plays its share of the episodes, whatever their lengths, with workers as without."""
+    options = ver_ppo.Options(env_id="tests.envs:Count-v0", num_envs=4, eval_episodes=10, hidden_size=8, greedy=True)
+    spec = ver_ppo.describe_env(options)
+    policy = ver_ppo.Policy(spec, options)
+    results = [ver_ppo.evaluate(policy, spec, replace(options, num_workers=workers)) for workers in (0, 2)]
+    assert results[0].shape == (10, 2) and (results[0][:, 1] == 7).all()
+    np.testing.assert_allclose(np.sort(results[0], axis=0), np.sort(results[1], axis=0))
+
+
+BAD_INPUT = {
+    "unknown id": (["--env-id", "NoSuch-v0"], "NoSuch"),
+    "unknown module": (["--env-id", "no_such_module:Env-v0"], "no_such_module"),
+    "cannot be made": (["--env-id", "tests.envs:Broken-v0"], "no licence"),
+    "observation space": (["--env-id", "tests.envs:TextObservation-v0"], "speech"),
+    "action space": (["--env-id", "tests.envs:TupleAction-v0"], "Tuple"),
+    "indivisible": (["--num-minibatches", "7"], "must divide"),
+    "negative": (["--num-envs", "-3"], "--num-envs -3"),
+    "zero": (["--num-steps", "0"], "--num-steps 0"),
+    "absurd": (["--num-steps", "999999999"], "absurd"),
+    "not a number": (["--learning-rate", "nan"], "--learning-rate nan"),
+    "infinite": (["--learning-rate", "inf"], "--learning-rate inf"),
+    "gamma": (["--gamma", "1.5"], "--gamma 1.5"),
+    "workers": (["--num-workers", "99"], "--num-workers 99"),
+    "no cuda": (["--device", "cuda"], "--device cpu"),
+    "no such device": (["--device", "abacus"], "abacus"),
+    "bf16": (["--bf16"], "CUDA"),
+    "missing checkpoint": (["--checkpoint", "nowhere.pt"], "no checkpoint nowhere.pt"),
+    "missing run": (["--resume", "nowhere"], "no checkpoint"),
+    "camera": (["--camera", "lidar"], "lidar"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_INPUT)
+def test_bad_input(tmp_path, capsys, monkeypatch, case):
+    """One line that says what is wrong and how to mend it, exit status 2, before any process or folder is made."""
+    args, words = BAD_INPUT[case]
+    if case == "no cuda" and torch.cuda.is_available():
+        pytest.skip("this machine has CUDA")
+    monkeypatch.setattr(ver_ppo, "start_workers", lambda *args: pytest.fail("a process was started"))
+    monkeypatch.chdir(ROOT)
+    assert ver_ppo.main(small(tmp_path, *args)) == 2
+    error = capsys.readouterr().err
+    assert words in error and len(error.strip().splitlines()) == 1 and "Traceback" not in error
+    assert run_folders(tmp_path) == []
+
+
+def test_foreign_checkpoints(tmp_path, capsys):
+    """Another network's checkpoint, a damaged one, pickled code, an unrelated file: refused in one line."""
+    assert ver_ppo.main(small(tmp_path, "--num-workers", "0", "--total-timesteps", "64", "--env-id", "CartPole-v1")) == 0
+    (folder,) = run_folders(tmp_path)
+    good = folder / "checkpoint.pt"
+    cases = {"damaged": good.read_bytes()[: good.stat().st_size // 2], "text": b"hello", "empty": b""}
+    for name, content in cases.items():
+        (tmp_path / name).write_bytes(content)
+    torch.save({"weights": torch.zeros(3)}, tmp_path / "unrelated")
+
+    class Code:
+        def __reduce__(self):
+            return os.system, (f"touch {tmp_path}/executed",)
+
+    torch.save(Code(), tmp_path / "code")
+    for name in (*cases, "unrelated", "code"):
+        capsys.readouterr()
+        assert ver_ppo.main(["--checkpoint", str(tmp_path / name), "--eval-episodes", "1"]) == 2
+        error = capsys.readouterr().err
+        assert name in error and len(error.strip().splitlines()) == 1
+    assert not (tmp_path / "executed").exists()
+    capsys.readouterr()
+    assert ver_ppo.main(["--checkpoint", str(good), "--hidden-size", "32", "--eval-episodes", "1"]) == 2
+    error = capsys.readouterr().err
+    assert "belongs to another network" in error and len(error.strip().splitlines()) == 1
+    assert ver_ppo.main(["--resume", str(folder), "--num-envs", "5"]) == 2
+    assert "--num-envs" in capsys.readouterr().err
+
+
+def test_unwritable_run_folder(tmp_path, capsys):
+    """A file where the runs should go: one line, exit status 2."""
+    (tmp_path / "file").write_text("")
+    assert ver_ppo.main(small(tmp_path / "file", "--total-timesteps", "64")) == 2
+    error = capsys.readouterr().err
+    assert "--runs-dir" in error and len(error.strip().splitlines()) == 1
+
+
+FAULTS = {"raise": "out of paint", "observation": "observation 'obs' is not finite", "reward": "reward is inf"}
+
+
+@pytest.mark.parametrize("workers", ["0", "2"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_environment_fails(tmp_path, capsys, fault, workers):
+    """The traceback, the environment's number and its step; exit status 1; the checkpoint so far stays; nobody is left."""
+    args = small(tmp_path, "--env-id", f"tests.envs:Faulty-{fault}-v0", "--num-workers", workers, "--checkpoint-interval", "64")
+    assert ver_ppo.main(args) == 1
+    error = capsys.readouterr().err
+    assert FAULTS[fault] in error and "environment " in error and "step 10" in error and "Traceback" in error
+    (folder,) = run_folders(tmp_path)
+    assert ver_ppo.load_checkpoint(folder / "checkpoint.pt")["progress"]["step"] >= 64
+    assert children() == []
+
+
+def test_worker_dies(tmp_path, capsys):
+    """A worker that exits is reported with its environments and exit code."""
+    args = small(tmp_path, "--env-id", "tests.envs:Faulty-exit-v0", "--num-workers", "2")
+    assert ver_ppo.main(args) == 1
+    error = capsys.readouterr().err
+    assert "worker" in error and "died with exit code 7" in error and ("[0, 2]" in error or "[1, 3]" in error)
+    assert children() == []
+
+
+def test_environment_hangs(tmp_path, capsys):
+    """No answer within --env-timeout ends the run, and the hanging process with it."""
+    args = small(tmp_path, "--env-id", "tests.envs:Faulty-hang-v0", "--num-workers", "2", "--env-timeout", "2")
+    began = time.monotonic()
+    assert ver_ppo.main(args) == 1
+    assert time.monotonic() - began < 30
+    assert "no environment has answered for 2 s" in capsys.readouterr().err
+    assert children() == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals(tmp_path, number):
+    """Ctrl-C and SIGTERM: a checkpoint within seconds, the message how to go on, exit status 130 or 143, nobody left."""
+    shared_before = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+    command = [sys.executable, "ver_ppo.py", *small(tmp_path, "--num-workers", "2", "--image-size", "16")]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.STDOUT, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    deadline = time.monotonic() + 60
+    while not any(tmp_path.glob("*/events*")) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    time.sleep(5)
+    os.killpg(process.pid, number)  # as a terminal does: to the whole group
+    errors, _ = process.communicate(timeout=20)
+    assert process.returncode == 128 + number, errors
+    assert "stopped at step" in errors and "--resume" in errors and "Traceback" not in errors
+    (folder,) = run_folders(tmp_path)
+    assert ver_ppo.load_checkpoint(folder / "checkpoint.pt")["progress"]["step"] > 0
+    time.sleep(1.0)
+    assert alive_in_group(process.pid) == []
+    if shared_before:
+        assert {name for name in os.listdir("/dev/shm") if "torch" in name} <= shared_before
+
+
+def test_killed_main_process_takes_its_workers_along(tmp_path):
+    """After SIGKILL the workers see the end of their command pipe and leave by themselves."""
+    command = [sys.executable, "ver_ppo.py", *small(tmp_path, "--num-workers", "2", "--image-size", "16")]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True)
+    time.sleep(10)
+    process.kill()
+    process.wait()
+    assert len(alive_in_group(process.pid)) >= 2  # the workers, at this moment
+    deadline = time.monotonic() + 5
+    while alive_in_group(process.pid) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert alive_in_group(process.pid) == []
+
+
+def test_checkpoint_is_atomic(tmp_path, monkeypatch):
+    """A crash while a checkpoint is written leaves the one before whole."""
+    assert ver_ppo.main(small(tmp_path, "--num-workers", "0", "--total-timesteps", "64", "--env-id", "CartPole-v1")) == 0
+    (folder,) = run_folders(tmp_path)
+    before = (folder / "checkpoint.pt").read_bytes()
+
+    def crash(content, file):
+        file.write(b"half a checkp")
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(torch, "save", crash)
+    with pytest.raises(OSError):
+        ver_ppo.main(["--resume", str(folder), "--total-timesteps", "128"])
+    assert (folder / "checkpoint.pt").read_bytes() == before
+    shutil.rmtree(folder)
