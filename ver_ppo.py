@@ -43,6 +43,7 @@ import ctypes
 import functools
 import json
 import math
+import multiprocessing.connection
 import os
 import select
 import signal
@@ -107,6 +108,9 @@ class Options:
     max_requests: int = 256
     """largest inference batch: bounds the memory"""
 
+    learner_threads: int | Literal["auto"] = "auto"
+    """CPU threads while learning; auto: the CPU cores, at most 4. Use 1 where other programs are busy: threads that wait
+    for each other then take twice as long as one alone"""
     learning_rate: float = 1e-3
     """at the start; decays to 0 along a cosine"""
     gamma: float = 0.99
@@ -171,28 +175,23 @@ class Interrupted(Exception):
 
 
 class StopSignal:
-    """Notes SIGINT and SIGTERM, so that a run ends where its state is whole, and never within an optimizer step.
+    """Notes SIGINT and SIGTERM while it is entered, so that a run ends where its state is whole, between two batches.
 
     A second signal finds the default handlers again and ends the process at once.
     """
 
-    def __init__(self):
-        self.number = None
-        self.handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    number = None
+
+    def __enter__(self):
+        self.handlers = {number: signal.signal(number, self.note) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def __exit__(self, *_):
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
 
     def note(self, number, _frame):
         self.number = number
-        self.restore()
-
-    def listen(self):
-        """Take over both signals; only a program's main thread can."""
-        for number in self.handlers:
-            signal.signal(number, self.note)
-        return self
-
-    def restore(self):
-        for number, handler in self.handlers.items():
-            signal.signal(number, handler)
+        self.__exit__()
 
     def check(self):
         """Raises Interrupted if a signal has come."""
@@ -218,8 +217,9 @@ def validate_options(options):
     rules += [
         (0 <= o.gamma <= 1, "gamma", "must be within 0..1"),
         (0 <= o.gae_lambda <= 1, "gae_lambda", "must be within 0..1"),
-        (o.num_envs <= 4096, "num_envs", "must be at most 4096: row numbers pass through one pipe write"),
+        (o.num_envs <= 1024, "num_envs", "must be at most 1024: row numbers pass through one pipe write"),
         (o.num_workers == "auto" or 0 <= o.num_workers <= o.num_envs, "num_workers", f"must be auto or within 0..{o.num_envs}"),
+        (o.learner_threads == "auto" or 1 <= o.learner_threads <= 256, "learner_threads", "must be auto or within 1..256"),
         (1 <= o.min_requests <= min(o.max_requests, o.num_envs), "min_requests", "must be within 1..--max-requests and --num-envs"),
         (all(0 <= sigma < 10 for sigma in o.sim_latency_spread), "sim_latency_spread", "must be three numbers within 0..10"),
         (o.rollout_steps % o.num_minibatches == 0, "num_minibatches", f"must divide {steps}"),
@@ -242,8 +242,12 @@ def count_workers(options):
     """Worker processes to start: one for each sleeping simulator, else no more than there are CPU cores."""
     if options.num_workers != "auto":
         return options.num_workers
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return options.num_envs if options.sim_latency else min(options.num_envs, cores)
+    return options.num_envs if options.sim_latency else min(options.num_envs, count_cores())
+
+
+def count_cores():
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def choose_device(options):
@@ -975,9 +979,8 @@ def worker_process(worker, rows, options, split, spec, transfer, announce, comma
 
 
 def write_rows(pipe, rows):
-    """One write of row numbers: atomic, however many processes write to this pipe (4 bytes each, below PIPE_BUF = 4096)."""
-    for part in range(0, len(rows), 1024):
-        os.write(pipe.fileno(), np.asarray(rows[part : part + 1024], np.int32).tobytes())
+    """One write of row numbers: atomic, however many processes write to this pipe (1024 x 4 bytes = PIPE_BUF at most)."""
+    os.write(pipe.fileno(), np.asarray(rows, np.int32).tobytes())
 
 
 def read_rows(pipe):
@@ -1063,17 +1066,16 @@ class Workers:
             ready = self.poller.poll(timeout_sec * 1000)
         if not ready:
             return []
-        if self.announced.poll():
-            rows = read_rows(self.announced)
-            for row in rows:
-                if row < 0:
-                    raise EnvironmentFailure(bytes(self.transfer.error[-1 - row]).rstrip(b"\0").decode(errors="replace"))
-            return rows
-        dead = next(worker for worker, process in enumerate(self.processes) if not process.is_alive())
-        environments = list(range(dead, len(self.transfer.first), self.num_workers))
-        raise EnvironmentFailure(
-            f"worker {dead} (environments {environments}) died with exit code {self.processes[dead].exitcode}"
-        )
+        rows = read_rows(self.announced) if self.announced.poll() else []
+        for row in rows:
+            if row < 0:
+                raise EnvironmentFailure(bytes(self.transfer.error[-1 - row]).rstrip(b"\0").decode(errors="replace"))
+        if not rows:  # the pipe's end or a sentinel: a worker has ended
+            multiprocessing.connection.wait([process.sentinel for process in self.processes], timeout=5)
+            dead = next(worker for worker, process in enumerate(self.processes) if process.exitcode is not None)
+            environments, code = list(range(dead, len(self.transfer.first), self.num_workers)), self.processes[dead].exitcode
+            raise EnvironmentFailure(f"worker {dead} (environments {environments}) died with exit code {code}")
+        return rows
 
     def close(self):
         """End all workers: they leave at the end of their command pipe; who has not left after 5 s is killed."""
@@ -1561,6 +1563,17 @@ def load_checkpoint(path):
     return content
 
 
+def load_run(policy, optimizer, options):
+    """The checkpoint of the run to resume; its weights and optimizer state are put in place. Raises UserError."""
+    path = Path(options.resume) / "checkpoint.pt"
+    saved = load_checkpoint(path)
+    load_policy(policy, saved, path)
+    optimizer.load_state_dict(saved["optimizer"])
+    if len(saved["environments"]) != options.num_envs:
+        raise UserError(f"--num-envs {options.num_envs}: the run to resume has {len(saved['environments'])}")
+    return saved
+
+
 def load_policy(policy, content, path):
     """Put a checkpoint's weights into the policy. Raises UserError if they belong to another network."""
     try:
@@ -1571,9 +1584,10 @@ def load_policy(policy, content, path):
 
 
 class Run:
-    """A run folder: options.json, TensorBoard events, checkpoint.pt; and the progress bar on the terminal."""
+    """A run folder (options.json, TensorBoard events, checkpoint.pt), the counters, and the progress bar."""
 
-    def __init__(self, options, step):
+    def __init__(self, options, progress):
+        self.step, self.recent = progress["step"], deque(progress["recent"], maxlen=100)
         name = f"{options.env_id.replace('/', '-').replace(':', '-')}__{options.exp_name}__{options.seed}__{int(time.time())}"
         self.folder = Path(options.resume or Path(options.runs_dir) / name)
         try:
@@ -1583,20 +1597,25 @@ class Run:
             raise UserError(f"the run folder {self.folder} cannot be written ({error.strerror}): choose another --runs-dir") from None
         from torch.utils.tensorboard import SummaryWriter  # takes a second to import
 
-        self.writer = SummaryWriter(self.folder, purge_step=step + 1 if options.resume else None)
-        self.bar = tqdm(total=options.total_timesteps, initial=step, unit=" steps", dynamic_ncols=True, smoothing=0.1)
-        self.began, self.first_step = time.perf_counter(), step
+        self.writer = SummaryWriter(self.folder, purge_step=self.step + 1 if options.resume else None)
+        total = math.ceil(options.total_timesteps / options.rollout_steps) * options.rollout_steps
+        self.bar = tqdm(total=total, initial=self.step, unit=" steps", dynamic_ncols=True, smoothing=0.1)
+        self.began, self.first_step, self.saved_step = time.perf_counter(), self.step, self.step
 
-    @property
-    def checkpoint(self):
-        return self.folder / "checkpoint.pt"
+    def save(self, policy, optimizer, collector, options):
+        """Write the checkpoint."""
+        progress = {"step": self.step, "recent": list(self.recent)}
+        save_checkpoint(self.folder / "checkpoint.pt", policy, optimizer, collector, options, progress)
+        self.saved_step = self.step
 
-    def log(self, step, scalars, recent, metrics):
-        """Write scalars and the mean result of the last episodes, and move the progress bar."""
+    def log(self, step, scalars, results, metrics):
+        """Count the steps, write scalars and the mean result of the last 100 episodes, move the progress bar."""
+        self.step = step
+        self.recent.extend(results)
         scalars["charts/SPS"] = (step - self.first_step) / (time.perf_counter() - self.began)
         shown = {}
-        if recent:
-            means = np.nanmean(np.array(recent), axis=0)
+        if self.recent:
+            means = np.array(self.recent).mean(axis=0)
             scalars |= {"charts/episodic_return": means[0], "charts/episodic_length": means[1]}
             scalars |= {f"metrics/{name}": mean for name, mean in zip(metrics, means[2:])}
             shown = {"return": means[0], **{name: mean for name, mean in zip(metrics, means[2:]) if name in ("success", "spl")}}
@@ -1605,12 +1624,8 @@ class Run:
         self.bar.set_postfix({name: f"{value:.3g}" for name, value in shown.items()}, refresh=False)
         self.bar.update(step - self.bar.n)
 
-    def close(self):
-        self.bar.close()
-        self.writer.close()
 
-
-def describe_rollout(rollout, collector, learning_sec, env_step_ms):
+def describe_rollout(rollout, collector, learning_sec):
     """What to log of one rollout: where the time went, batch sizes, and how uneven the environments were."""
     steps_N = np.bincount(rollout.env[rollout.complete], minlength=rollout.num_envs)
     seconds = {**collector.seconds, "learning": learning_sec}
@@ -1618,7 +1633,7 @@ def describe_rollout(rollout, collector, learning_sec, env_step_ms):
         **{f"time/{name}_share": sec / sum(seconds.values()) for name, sec in seconds.items()},
         "time/rollout_sec": collector.seconds["waiting"] + collector.seconds["inference"],
         "time/learning_sec": learning_sec,
-        "time/env_step_ms": env_step_ms,
+        "time/env_step_ms": 1000 * collector.shared["step_sec"].mean(),
         "ver/batch_size": (rollout.size - rollout.carried) / collector.batches,
         "ver/steps_per_env_min": steps_N.min(),
         "ver/steps_per_env_max": steps_N.max(),
@@ -1638,25 +1653,21 @@ def evaluate(policy, spec, options, frames=None):
                       num_workers=min(count_workers(options), num_envs) * (frames is None))  # fmt: skip
     left_N = [options.eval_episodes // num_envs + (row < options.eval_episodes % num_envs) for row in range(num_envs)]
     device = next(policy.parameters()).device
-    workers, results = start_workers(options, "val", spec), []
-    collector = Collector(workers, policy, spec, options, device, StopSignal())
-    try:
-        with torch.random.fork_rng():
-            torch.manual_seed(options.seed)
-            while len(results) < options.eval_episodes:
-                rows = take_requests(collector, limit=num_envs)
-                for row in rows:
-                    if collector.shared["first"][row] and collector.open_slot_N[row] >= 0:
-                        results.append(collector.shared["result"][row].tolist())
-                        left_N[row] -= 1
-                rows = [row for row in rows if left_N[row]]
-                if rows:
-                    act(policy, collector, rows, options.greedy)
+    results = []
+    with torch.random.fork_rng(), contextlib.closing(start_workers(options, "val", spec)) as workers:
+        torch.manual_seed(options.seed)
+        collector = Collector(workers, policy, spec, options, device, StopSignal())
+        while len(results) < options.eval_episodes:
+            rows = take_requests(collector, limit=num_envs)
+            for row in rows:
+                if collector.shared["first"][row] and collector.open_slot_N[row] >= 0:
+                    results.append(collector.shared["result"][row].tolist())
+                    left_N[row] -= 1
+            if rows := [row for row in rows if left_N[row]]:
+                act(policy, collector, rows, options.greedy)
         if frames is not None:
             frames += workers.environments[0].frames
-        return np.array(results)
-    finally:
-        workers.close()
+    return np.array(results)
 
 
 def act(policy, collector, rows, greedy):
@@ -1720,65 +1731,55 @@ def keep_freed_memory():
         mallopt(trim_threshold, 1 << 30)
 
 
+def update(policy, optimizer, rollout, collector, options, step):
+    """One cycle: collect a rollout, learn from it. Returns what to log of both."""
+    torch.set_num_threads(1)  # the workers want the cores now
+    collect_rollout(policy, rollout, collector)
+    if options.debug:
+        check_rollout(rollout, collector.version)
+    began = time.perf_counter()
+    torch.set_num_threads(min(4, count_cores()) if options.learner_threads == "auto" else options.learner_threads)
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate_at(step, options)
+    logs = learn(policy, optimizer, rollout, options)
+    collector.version += 1
+    logs |= describe_rollout(rollout, collector, time.perf_counter() - began)
+    return {**logs, "charts/learning_rate": learning_rate_at(step, options)}
+
+
 def train(options):
-    """Train to the end, evaluate, and return the run folder. Everything that can be refused is refused before the start."""
+    """Train to the end, evaluate, return the run folder. What can be refused is refused before any process starts."""
     spec, device = describe_env(options), choose_device(options)
     keep_freed_memory()
     torch.manual_seed(options.seed)
     policy = Policy(spec, options).to(device)
     optimizer = torch.optim.Adam(policy.parameters(), lr=options.learning_rate, eps=1e-5)
-    saved = load_checkpoint(Path(options.resume) / "checkpoint.pt") if options.resume else None
-    step, recent = 0, deque(maxlen=100)
-    if saved:
-        load_policy(policy, saved, options.resume)
-        if len(saved["environments"]) != options.num_envs:
-            raise UserError(f"--num-envs {options.num_envs}: the run to resume has {len(saved['environments'])}")
-        optimizer.load_state_dict(saved["optimizer"])
-        step, recent = saved["progress"]["step"], deque(saved["progress"]["recent"], maxlen=100)
-    run = Run(options, step)
-    cores, stop = torch.get_num_threads(), StopSignal().listen()
-    print(f"{run.folder}: {options.num_envs} environments in {count_workers(options)} workers, "
-          f"{sum(p.numel() for p in policy.parameters()):,} parameters on {device}")  # fmt: skip
-    workers = start_workers(options, "train", spec, saved and saved["environments"])
-    collector = Collector(workers, policy, spec, options, device, stop)
-    if saved:
-        collector.restore(saved)
-    try:
+    saved = load_run(policy, optimizer, options) if options.resume else {"progress": {"step": 0, "recent": []}}
+    run, stop = Run(options, saved["progress"]), StopSignal()
+    size = sum(p.numel() for p in policy.parameters())
+    print(f"{run.folder}: {options.num_envs} environments in {count_workers(options)} workers, {size:,} parameters on {device}")
+    with stop, contextlib.closing(start_workers(options, "train", spec, saved.get("environments"))) as workers:
+        collector = Collector(workers, policy, spec, options, device, stop)
+        if options.resume:
+            collector.restore(saved)
         rollout = Rollout(spec, options.rollout_steps, options.num_envs, policy.state_shape, device)
-        checkpointed = step
-        while step < options.total_timesteps:
-            torch.set_num_threads(1)  # the workers want the cores now
-            collect_rollout(policy, rollout, collector)
-            if options.debug:
-                check_rollout(rollout, collector.version)
-            began = time.perf_counter()
-            torch.set_num_threads(cores)
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate_at(step, options)
-            logs = learn(policy, optimizer, rollout, options)
-            step += rollout.steps
-            collector.version += 1
-            recent.extend(collector.results)
-            logs |= describe_rollout(rollout, collector, time.perf_counter() - began, 1000 * workers.transfer.step_sec.mean())
-            logs["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
-            run.log(step, logs, recent, spec.metrics)
-            if step - checkpointed >= options.checkpoint_interval or step >= options.total_timesteps:
-                progress = {"step": step, "recent": list(recent)}
-                save_checkpoint(run.checkpoint, policy, optimizer, collector, options, progress)
-                checkpointed = step
-    except (Interrupted, EnvironmentFailure) as stopped:
-        if isinstance(stopped, EnvironmentFailure):
-            collector.skip_episodes()  # or the same episode would fail again
-        save_checkpoint(run.checkpoint, policy, optimizer, collector, options, {"step": step, "recent": list(recent)})
-        run.bar.write(f"stopped at step {step}; go on with: --resume {run.folder}")
-        raise
-    finally:
-        workers.close()
-        run.bar.close()
-        stop.restore()
+        try:
+            while run.step < options.total_timesteps:
+                logs = update(policy, optimizer, rollout, collector, options, run.step)
+                run.log(run.step + rollout.steps, logs, collector.results, spec.metrics)
+                if run.step - run.saved_step >= options.checkpoint_interval:
+                    run.save(policy, optimizer, collector, options)
+        except EnvironmentFailure:
+            collector.skip_episodes()  # or a resumed run would fail in the same episode again
+            raise
+        finally:
+            run.save(policy, optimizer, collector, options)
+            run.bar.close()
+            if run.step < options.total_timesteps:
+                print(f"stopped at step {run.step}; go on with: --resume {run.folder}")
     if options.eval_episodes:
-        report_evaluation(policy, spec, options, run.folder, run.writer, step)
-    run.close()
+        report_evaluation(policy, spec, options, run.folder, run.writer, run.step)
+    run.writer.close()
     return run.folder
 
 

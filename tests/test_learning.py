@@ -132,7 +132,7 @@ def cue_success(tmp_path, recurrent):
     """Share of right answers in the memory task after 50,000 steps."""
     options = ver_ppo.Options(
         env_id="tests.envs:Cue-v0", total_timesteps=50_000, num_workers=0, num_envs=16, num_steps=64, hidden_size=32,
-        learning_rate=5e-3, recurrent=recurrent, runs_dir=str(tmp_path), eval_episodes=0, device="cpu", norm_adv=True,
+        learning_rate=5e-3, recurrent=recurrent, runs_dir=str(tmp_path), eval_episodes=0, device="cpu", learner_threads=1,
     )  # fmt: skip
     folder = ver_ppo.train(options)
     spec = ver_ppo.describe_env(options)

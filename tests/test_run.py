@@ -17,7 +17,7 @@ import ver_ppo
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 ROOT = Path(__file__).resolve().parents[1]
-SMALL = ["--num-envs", "4", "--num-steps", "16", "--hidden-size", "16", "--eval-episodes", "0", "--device", "cpu"]
+SMALL = ["--num-envs", "4", "--num-steps", "16", "--hidden-size", "16", "--eval-episodes", "0", "--device", "cpu", "--learner-threads", "1"]
 
 
 def small(tmp_path, *args):
