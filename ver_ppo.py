@@ -80,7 +80,7 @@ class Options:
     """part of the run folder's name: {runs-dir}/{env-id}__{exp-name}__{seed}__{time}"""
     seed: int = 1
     """of the network, the action sampling, the shuffling and the environments"""
-    total_timesteps: int = 2_000_000
+    total_timesteps: int = 2_500_000
     """environment steps to train for"""
     device: str = "auto"
     """`cpu`, `cuda`, `cuda:1`, ...; auto: CUDA where there is a GPU"""
@@ -109,8 +109,8 @@ class Options:
     """largest inference batch: bounds the memory"""
 
     learner_threads: int | Literal["auto"] = "auto"
-    """CPU threads while learning; auto: the CPU cores, at most 4. Use 1 where other programs are busy: threads that wait
-    for each other then take twice as long as one alone"""
+    """CPU threads while learning; auto: the CPU cores, at most 4. Set 1 where other programs are busy, too: on a busy core
+    two threads that wait for each other take twice as long as one alone"""
     learning_rate: float = 1e-3
     """at the start; decays to 0 along a cosine"""
     gamma: float = 0.99
@@ -217,7 +217,7 @@ def validate_options(options):
     rules += [
         (0 <= o.gamma <= 1, "gamma", "must be within 0..1"),
         (0 <= o.gae_lambda <= 1, "gae_lambda", "must be within 0..1"),
-        (o.num_envs <= 1024, "num_envs", "must be at most 1024: row numbers pass through one pipe write"),
+        (4 * o.num_envs <= select.PIPE_BUF, "num_envs", f"must be at most {select.PIPE_BUF // 4}, one atomic pipe write"),
         (o.num_workers == "auto" or 0 <= o.num_workers <= o.num_envs, "num_workers", f"must be auto or within 0..{o.num_envs}"),
         (o.learner_threads == "auto" or 1 <= o.learner_threads <= 256, "learner_threads", "must be auto or within 1..256"),
         (1 <= o.min_requests <= min(o.max_requests, o.num_envs), "min_requests", "must be within 1..--max-requests and --num-envs"),
@@ -555,7 +555,7 @@ def flatten(tree, name="", join="/"):
 
 def describe_env(options):
     """Make one environment, look at its spaces and close it. Raises UserError for a space that is not supported."""
-    env = make_env(options, "train")
+    env = make_env(options, "train", "rgb_array" if options.capture_video else None)
     observations, action = flatten(env.observation_space), env.action_space
     spec = Spec(observations, action, tuple(env.metadata.get("metrics", ())))
     env.close()
@@ -856,10 +856,10 @@ class Rollout:
 class EnvironmentRow:
     """One environment, and its row in the transfer tensors. Lives in a worker process, or in the main process."""
 
-    def __init__(self, row, options, split, spec, transfer):
+    def __init__(self, row, options, split, spec, transfer, frames=None):
         self.row, self.options, self.split, self.spec, self.out = row, options, split, spec, transfer.numpy()
-        self.env = make_env(options, split, "rgb_array" if options.capture_video else None)
-        self.frames = [] if options.capture_video else None
+        self.frames = frames  # a list that collects pictures, or None
+        self.env = make_env(options, split, None if frames is None else "rgb_array")
         self.delay_rng = np.random.default_rng([options.seed, row, 1])
         self.env_delay = self.draw_delay(options.sim_latency_spread[1])
 
@@ -979,7 +979,7 @@ def worker_process(worker, rows, options, split, spec, transfer, announce, comma
 
 
 def write_rows(pipe, rows):
-    """One write of row numbers: atomic, however many processes write to this pipe (1024 x 4 bytes = PIPE_BUF at most)."""
+    """One write of row numbers: atomic up to PIPE_BUF bytes, however many processes write to this pipe."""
     os.write(pipe.fileno(), np.asarray(rows, np.int32).tobytes())
 
 
@@ -992,14 +992,15 @@ def read_rows(pipe):
 class InlineWorkers:
     """All environments in the main process (--num-workers 0): same interface as Workers, deterministic order."""
 
-    def __init__(self, options, split, spec, starts):
-        self.transfer = Transfer(spec, options.num_envs)
-        self.environments = [EnvironmentRow(row, options, split, spec, self.transfer) for row in range(options.num_envs)]
-        self.answered = deque()
+    def __init__(self, options, split, spec, starts, frames=None):
+        self.transfer, self.answered = Transfer(spec, options.num_envs), []
+        rows = range(options.num_envs)
+        self.environments = [EnvironmentRow(row, options, split, spec, self.transfer, frames) for row in rows]
         for environment, start in zip(self.environments, starts):
             self.guard(environment, environment.start, *start)
 
     def guard(self, environment, function, *args):
+        """Let an environment start or answer; raises EnvironmentFailure with its number and traceback."""
         try:
             function(*args)
         except Exception:
@@ -1013,8 +1014,7 @@ class InlineWorkers:
 
     def receive(self, timeout_sec):
         """Rows that have answered since the last call."""
-        rows = list(self.answered)
-        self.answered.clear()
+        rows, self.answered = self.answered, []
         return rows
 
     def close(self):
@@ -1030,7 +1030,7 @@ class Workers:
         methods = mp.get_all_start_methods()
         context = mp.get_context(start_method or ("forkserver" if "forkserver" in methods else "spawn"))
         self.transfer = Transfer(spec, options.num_envs)
-        self.num_workers, self.timeout_sec = count_workers(options), options.env_timeout
+        self.num_workers = count_workers(options)
         self.announced, announce = context.Pipe(duplex=False)
         self.commands, self.processes = [], []
         self.poller = select.poll()
@@ -1089,10 +1089,12 @@ class Workers:
                 process.join(5)
 
 
-def start_workers(options, split, spec, starts=None):
+def start_workers(options, split, spec, starts=None, frames=None):
     """Environments of one split, in worker processes or (--num-workers 0) here. `starts`: (episode, actions to repeat)."""
     starts = starts or [(0, [])] * options.num_envs
-    return (Workers if count_workers(options) else InlineWorkers)(options, split, spec, starts)
+    if count_workers(options):
+        return Workers(options, split, spec, starts)
+    return InlineWorkers(options, split, spec, starts, frames)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -1649,12 +1651,11 @@ def evaluate(policy, spec, options, frames=None):
     and two policies are compared on the same floor plans. `frames`, a list, collects pictures (one environment only).
     """
     num_envs = 1 if frames is not None else min(options.num_envs, options.eval_episodes)
-    options = replace(options, seed=0, num_envs=num_envs, sim_latency=0.0, capture_video=frames is not None,
-                      num_workers=min(count_workers(options), num_envs) * (frames is None))  # fmt: skip
+    num_workers = 0 if frames is not None else min(count_workers(options), num_envs)
+    options = replace(options, seed=0, num_envs=num_envs, num_workers=num_workers, sim_latency=0.0)
     left_N = [options.eval_episodes // num_envs + (row < options.eval_episodes % num_envs) for row in range(num_envs)]
-    device = next(policy.parameters()).device
-    results = []
-    with torch.random.fork_rng(), contextlib.closing(start_workers(options, "val", spec)) as workers:
+    device, results = next(policy.parameters()).device, []
+    with torch.random.fork_rng(), contextlib.closing(start_workers(options, "val", spec, frames=frames)) as workers:
         torch.manual_seed(options.seed)
         collector = Collector(workers, policy, spec, options, device, StopSignal())
         while len(results) < options.eval_episodes:
@@ -1665,8 +1666,6 @@ def evaluate(policy, spec, options, frames=None):
                     left_N[row] -= 1
             if rows := [row for row in rows if left_N[row]]:
                 act(policy, collector, rows, options.greedy)
-        if frames is not None:
-            frames += workers.environments[0].frames
     return np.array(results)
 
 
@@ -1820,6 +1819,8 @@ def main(argv=None):
         return 1
     except Interrupted as error:
         return 128 + error.args[0]
+    except KeyboardInterrupt:  # outside of training
+        return 128 + signal.SIGINT
 
 
 if __name__ == "__main__":
