@@ -218,9 +218,17 @@ def validate_options(options):
         (0 <= o.gamma <= 1, "gamma", "must be within 0..1"),
         (0 <= o.gae_lambda <= 1, "gae_lambda", "must be within 0..1"),
         (4 * o.num_envs <= select.PIPE_BUF, "num_envs", f"must be at most {select.PIPE_BUF // 4}, one atomic pipe write"),
-        (o.num_workers == "auto" or 0 <= o.num_workers <= o.num_envs, "num_workers", f"must be auto or within 0..{o.num_envs}"),
+        (
+            o.num_workers == "auto" or 0 <= o.num_workers <= o.num_envs,
+            "num_workers",
+            f"must be auto or within 0..{o.num_envs}",
+        ),
         (o.learner_threads == "auto" or 1 <= o.learner_threads <= 256, "learner_threads", "must be auto or within 1..256"),
-        (1 <= o.min_requests <= min(o.max_requests, o.num_envs), "min_requests", "must be within 1..--max-requests and --num-envs"),
+        (
+            1 <= o.min_requests <= min(o.max_requests, o.num_envs),
+            "min_requests",
+            "must be within 1..--max-requests and --num-envs",
+        ),
         (all(0 <= sigma < 10 for sigma in o.sim_latency_spread), "sim_latency_spread", "must be three numbers within 0..10"),
         (o.rollout_steps % o.num_minibatches == 0, "num_minibatches", f"must divide {steps}"),
         (o.rollout_steps <= 10**8, "num_steps", f"is absurd: {steps}"),
@@ -300,8 +308,10 @@ def inflate(boxes_K4, margin):
 def overlaps(box, boxes_K4):
     """Whether a box (or point, as a box without size) overlaps each of the boxes; broadcasts."""
     return (
-        (box[..., 0] < boxes_K4[:, 2]) & (box[..., 2] > boxes_K4[:, 0])
-        & (box[..., 1] < boxes_K4[:, 3]) & (box[..., 3] > boxes_K4[:, 1])
+        (box[..., 0] < boxes_K4[:, 2])
+        & (box[..., 2] > boxes_K4[:, 0])
+        & (box[..., 1] < boxes_K4[:, 3])
+        & (box[..., 3] > boxes_K4[:, 1])
     )
 
 
@@ -518,7 +528,9 @@ def make_env(options, split, render_mode=None):
         return gym.make(options.env_id, render_mode=render_mode, disable_env_checker=True)
     except Exception as error:  # whatever the environment's own code raises
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise UserError(f"--env-id {options.env_id} cannot be made ({reason}); pointnav, CartPole-v1, module:Id-v0 can") from error
+        raise UserError(
+            f"--env-id {options.env_id} cannot be made ({reason}); pointnav, CartPole-v1, module:Id-v0 can"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -550,7 +562,9 @@ def flatten(tree, name="", join="/"):
     """
     if not isinstance(tree, (dict, gym.spaces.Dict)):
         return {name or "obs": tree}
-    return {key: leaf for child, below in tree.items() for key, leaf in flatten(below, name + join * bool(name) + child).items()}
+    return {
+        key: leaf for child, below in tree.items() for key, leaf in flatten(below, name + join * bool(name) + child).items()
+    }
 
 
 def describe_env(options):
@@ -710,7 +724,9 @@ class Policy(nn.Module):
         self.num_layers = options.lstm_layers if options.recurrent else 0
         self.state_shape = (2 * self.num_layers, hidden)
         self.core = nn.LSTM(in_features, hidden, self.num_layers) if options.recurrent else nn.Linear(in_features, hidden)
-        self.log_ent_coef = nn.Parameter(torch.tensor(math.log(max(options.ent_coef, 1e-30))), options.target_entropy is not None)
+        self.log_ent_coef = nn.Parameter(
+            torch.tensor(math.log(max(options.ent_coef, 1e-30))), options.target_entropy is not None
+        )
         self.bf16 = options.bf16
         self.actor = orthogonal(nn.Linear(hidden, sum(self.choices) or spec.action_numbers), 0.01)
         self.critic = orthogonal(nn.Linear(hidden, 1), 1.0)
@@ -1038,7 +1054,17 @@ class Workers:
         for worker in range(self.num_workers):
             rows = list(range(worker, options.num_envs, self.num_workers))
             commands, command = context.Pipe(duplex=False)
-            args = (worker, rows, options, split, spec, self.transfer, announce, commands, {row: starts[row] for row in rows})
+            args = (
+                worker,
+                rows,
+                options,
+                split,
+                spec,
+                self.transfer,
+                announce,
+                commands,
+                {row: starts[row] for row in rows},
+            )
             process = context.Process(target=worker_process, args=args, name=f"ver-worker-{worker}", daemon=True)
             process.start()
             commands.close()
@@ -1114,10 +1140,10 @@ class Collector:
         self.open_slot_N = np.full(num_envs, -1)  # the slot of each environment's open record; -1: none
         self.state_N = torch.zeros(num_envs, *policy.state_shape, device=device)  # before the environment's next step
         self.prev_action_N = torch.zeros(num_envs, spec.action_numbers, dtype=action_dtype(spec), device=device)
-        self.shared = workers.transfer.numpy()
+        self.transfer, self.shared = workers.transfer, workers.transfer.numpy()  # the same rows, for torch and for numpy
         self.version = 0  # of the policy: updates so far
         self.episode_N = np.zeros(num_envs, np.int64)
-        self.actions_N = [[] for _ in range(num_envs)]  # sent since the episode began: with its seed, all there is to restore
+        self.actions_N = [[] for _ in range(num_envs)]  # sent since the episode began: what a resumed run repeats
         self.inference_sec = 1e-3  # of one batch, running mean
         self.seconds = {"waiting": 0.0, "inference": 0.0}
         self.batches = 0
@@ -1169,18 +1195,26 @@ def take_requests(collector, limit):
     return rows
 
 
-def infer(policy, transfer, collector, rows):
+def infer(policy, collector, rows):
     """One batched step of the policy for these rows: what it saw, distribution, value and recurrent state after it."""
-    index_B = torch.tensor(rows)
-    device = collector.state_N.device
-    obs = {key: part[index_B].to(device) for key, part in transfer.obs.items()}
-    first_B = transfer.first[index_B].to(device)
+    index_B, device = torch.tensor(rows), collector.state_N.device
+    obs = {key: part[index_B].to(device) for key, part in collector.transfer.obs.items()}
+    first_B = collector.transfer.first[index_B].to(device)
     index_B = index_B.to(device)
-    state_B = collector.state_N[index_B] * ~first_B[:, None, None]
-    prev_action_B = collector.prev_action_N[index_B]
+    state_B, prev_action_B = collector.state_N[index_B] * ~first_B[:, None, None], collector.prev_action_N[index_B]
     with autocast(policy, device):
         distribution, value_B, after_B = policy.step(obs, prev_action_B, first_B, state_B)
-    return obs, first_B, state_B, prev_action_B, distribution, value_B, after_B
+    return (obs, first_B, state_B, prev_action_B), distribution, value_B, after_B
+
+
+def final_values(policy, collector, rows):
+    """Values of the final observations of truncated episodes, under the recurrent state and last action of that episode."""
+    index_B, device = torch.as_tensor(rows), collector.state_N.device
+    obs = {key: part[index_B].to(device) for key, part in collector.transfer.final_obs.items()}
+    index_B = index_B.to(device)
+    with autocast(policy, device):
+        first_B = torch.zeros(len(rows), dtype=torch.bool, device=device)
+        return policy.step(obs, collector.prev_action_N[index_B], first_B, collector.state_N[index_B])[1]
 
 
 def autocast(policy, device):
@@ -1201,16 +1235,16 @@ def collect_rollout(policy, rollout, collector):
     records, send the actions. In the last pass the new records only serve as bootstrap values: their actions are not
     sent, and the updated policy will compute them again. Raises EnvironmentFailure.
     """
-    transfer, complete = collector.workers.transfer, 0
+    complete = 0
     carry_over(rollout, collector)
     collector.waiting = collector.unsent + collector.waiting
     while complete < rollout.steps:
         rows = take_requests(collector, limit=rollout.steps - complete)
         began = time.perf_counter()
-        complete += complete_records(policy, rollout, collector, transfer, rows)
-        slots, after_B = write_records(policy, rollout, collector, transfer, rows)
+        complete += complete_records(policy, rollout, collector, rows)
+        slots, after_B = write_records(policy, rollout, collector, rows)
         if complete < rollout.steps:
-            send_actions(rollout, collector, transfer, rows, slots, after_B)
+            send_actions(rollout, collector, rows, slots, after_B)
         seconds = time.perf_counter() - began
         collector.inference_sec += 0.1 * (seconds - collector.inference_sec)
         collector.seconds["inference"] += seconds
@@ -1235,7 +1269,7 @@ def carry_over(rollout, collector):
     collector.seconds, collector.batches, collector.results = {"waiting": 0.0, "inference": 0.0}, 0, []
 
 
-def complete_records(policy, rollout, collector, transfer, rows):
+def complete_records(policy, rollout, collector, rows):
     """Put the rewards and end flags that arrived into the rows' open records; returns how many there were.
 
     A truncated episode would have gone on: its record gets the value of the final observation, computed with the memory
@@ -1252,24 +1286,13 @@ def complete_records(policy, rollout, collector, transfer, rows):
     collector.results += shared["result"][rows[ended]].tolist()
     truncated = shared["truncated"][rows]
     if truncated.any():
-        rollout.final_value[slots[truncated]] = final_values(policy, transfer, collector, rows[truncated])
+        rollout.final_value[slots[truncated]] = final_values(policy, collector, rows[truncated])
     return len(rows)
 
 
-def final_values(policy, transfer, collector, rows):
-    """Values of the final observations of truncated episodes, under the recurrent state and last action of that episode."""
-    index_B = torch.as_tensor(rows)
-    device = collector.state_N.device
-    obs = {key: part[index_B].to(device) for key, part in transfer.final_obs.items()}
-    index_B = index_B.to(device)
-    first_B = torch.zeros(len(rows), dtype=torch.bool, device=device)
-    with autocast(policy, device):
-        return policy.step(obs, collector.prev_action_N[index_B], first_B, collector.state_N[index_B])[1]
-
-
-def write_records(policy, rollout, collector, transfer, rows):
+def write_records(policy, rollout, collector, rows):
     """Infer, and write one new open record for each row; returns their slots and the recurrent states after the step."""
-    obs, first_B, state_B, prev_action_B, distribution, value_B, after_B = infer(policy, transfer, collector, rows)
+    (obs, first_B, state_B, prev_action_B), distribution, value_B, after_B = infer(policy, collector, rows)
     slots = slice(rollout.size, rollout.size + len(rows))
     for key, part in obs.items():
         rollout.obs[key][slots] = part
@@ -1283,11 +1306,11 @@ def write_records(policy, rollout, collector, transfer, rows):
     return slots, after_B
 
 
-def send_actions(rollout, collector, transfer, rows, slots, after_B):
+def send_actions(rollout, collector, rows, slots, after_B):
     """Send the actions of these open records: only now does the actor's memory move on."""
     action_BA = rollout.action[slots]
     index_B = torch.tensor(rows)
-    transfer.action[index_B] = action_BA.to("cpu")
+    collector.transfer.action[index_B] = action_BA.to("cpu")
     index_B = index_B.to(action_BA.device)
     collector.state_N[index_B] = after_B
     collector.prev_action_N[index_B] = action_BA
@@ -1311,7 +1334,7 @@ def check_rollout(rollout, version):
         slots = np.flatnonzero(used & (env == e))
         is_open = ~complete[slots]
         assert not is_open[:-1].any() and (len(slots) == 0 or is_open[-1]), f"environment {e}: its last record alone is open"
-        assert (first[slots][1:] == ended[slots][:-1]).all(), f"environment {e}: an episode begins where one ended, only there"
+        assert (first[slots][1:] == ended[slots][:-1]).all(), f"environment {e}: an episode begins only where one ended"
         assert (np.diff(rollout.version[slots]) >= 0).all(), f"environment {e}: versions do not go back"
         assert (slots < rollout.carried).sum() <= 1, f"environment {e}: one record at most was in flight"
     fresh = used & (np.arange(len(env)) >= rollout.carried)
@@ -1436,9 +1459,9 @@ ENT_COEF_BOUNDS = (1e-4, 1.0)  # VER table A1
 def ppo_loss(distribution, value_M, batch, log_ent_coef, options):
     """Clipped PPO objective, value loss (not clipped) and entropy term, every step weighted by `batch["weight"]`.
 
-    `batch` holds M old actions, log-probabilities, advantages, returns and weights. The entropy coefficient exp(log_ent_coef)
-    is fixed, or with --target-entropy learned under the constraint entropy >= target (VER section 4): it grows while
-    the entropy is below. Returns the loss and a dictionary of what to log.
+    `batch` holds M old actions, log-probabilities, advantages, returns and weights. The entropy coefficient
+    exp(log_ent_coef) is fixed, or with --target-entropy learned under the constraint entropy >= target (VER section 4):
+    it grows while the entropy is below. Returns the loss and a dictionary of what to log.
     """
     weight_M = batch["weight"]
     log_ratio_M = distribution.log_prob(batch["action"]) - batch["log_prob"]
@@ -1489,7 +1512,11 @@ def learn(policy, optimizer, rollout, options):
             logs.append(update_policy(policy, optimizer, rollout, targets, packed, options))
     error = (return_S - value_S)[complete_S].var() / max(return_S[complete_S].var(), 1e-12)
     means = {name: torch.stack([log[name] for log in logs]).mean().item() for name in logs[0]}
-    return {**means, "losses/explained_variance": 1 - float(error), "ver/importance_weight": float(weight_S[complete_S].mean())}
+    return {
+        **means,
+        "losses/explained_variance": 1 - float(error),
+        "ver/importance_weight": float(weight_S[complete_S].mean()),
+    }
 
 
 def update_policy(policy, optimizer, rollout, targets, packed, options):
@@ -1527,10 +1554,10 @@ def save_checkpoint(path, policy, optimizer, collector, options, progress):
     Only tensors and plain types, so that it loads with weights_only=True and a foreign file can execute nothing.
     Environments are saved as seed and actions (`EnvironmentRow.start` repeats them).
     """
-    environments = [
-        (int(episode), torch.from_numpy(np.array(actions))) if len(actions) < REPLAY_LIMIT else (int(episode) + 1, torch.empty(0))
-        for episode, actions in zip(collector.episode_N, collector.actions_N)
-    ]
+    environments = []
+    for episode, actions in zip(collector.episode_N, collector.actions_N):
+        too_long = len(actions) >= REPLAY_LIMIT  # not repeated: a resumed run begins the next episode
+        environments.append((int(episode) + too_long, torch.from_numpy(np.array([] if too_long else actions))))
     content = {
         "format": CHECKPOINT_FORMAT,
         "options": asdict(options),
@@ -1585,18 +1612,23 @@ def load_policy(policy, content, path):
         raise UserError(f"{path} belongs to another network or environment: {difference}") from None
 
 
+SHOWN_METRICS = ("success", "spl")  # beside the progress bar, if the environment has them
+
+
 class Run:
     """A run folder (options.json, TensorBoard events, checkpoint.pt), the counters, and the progress bar."""
 
     def __init__(self, options, progress):
         self.step, self.recent = progress["step"], deque(progress["recent"], maxlen=100)
-        name = f"{options.env_id.replace('/', '-').replace(':', '-')}__{options.exp_name}__{options.seed}__{int(time.time())}"
+        env_name = options.env_id.replace("/", "-").replace(":", "-")
+        name = f"{env_name}__{options.exp_name}__{options.seed}__{int(time.time())}"
         self.folder = Path(options.resume or Path(options.runs_dir) / name)
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(parents=True, exist_ok=bool(options.resume))
             (self.folder / "options.json").write_text(json.dumps(asdict(options), indent=2) + "\n")
         except OSError as error:
-            raise UserError(f"the run folder {self.folder} cannot be written ({error.strerror}): choose another --runs-dir") from None
+            reason = f"the run folder {self.folder} cannot be written ({error.strerror})"
+            raise UserError(f"{reason}: choose another --runs-dir") from None
         from torch.utils.tensorboard import SummaryWriter  # takes a second to import
 
         self.writer = SummaryWriter(self.folder, purge_step=self.step + 1 if options.resume else None)
@@ -1620,7 +1652,7 @@ class Run:
             means = np.array(self.recent).mean(axis=0)
             scalars |= {"charts/episodic_return": means[0], "charts/episodic_length": means[1]}
             scalars |= {f"metrics/{name}": mean for name, mean in zip(metrics, means[2:])}
-            shown = {"return": means[0], **{name: mean for name, mean in zip(metrics, means[2:]) if name in ("success", "spl")}}
+            shown = {"return": means[0]} | {name: mean for name, mean in zip(metrics, means[2:]) if name in SHOWN_METRICS}
         for tag, value in scalars.items():
             self.writer.add_scalar(tag, value, step)
         self.bar.set_postfix({name: f"{value:.3g}" for name, value in shown.items()}, refresh=False)
@@ -1671,9 +1703,9 @@ def evaluate(policy, spec, options, frames=None):
 
 def act(policy, collector, rows, greedy):
     """Compute and send the actions of these rows without recording anything."""
-    *_, distribution, _, after_B = infer(policy, collector.workers.transfer, collector, rows)
+    _, distribution, _, after_B = infer(policy, collector, rows)
     action_BA = distribution.mode if greedy else distribution.sample()
-    collector.workers.transfer.action[rows] = action_BA.to("cpu")
+    collector.transfer.action[rows] = action_BA.to("cpu")
     collector.state_N[rows], collector.prev_action_N[rows] = after_B, action_BA
     collector.open_slot_N[rows] = 0  # an answer is awaited
     collector.workers.send(rows)
@@ -1756,7 +1788,8 @@ def train(options):
     saved = load_run(policy, optimizer, options) if options.resume else {"progress": {"step": 0, "recent": []}}
     run, stop = Run(options, saved["progress"]), StopSignal()
     size = sum(p.numel() for p in policy.parameters())
-    print(f"{run.folder}: {options.num_envs} environments in {count_workers(options)} workers, {size:,} parameters on {device}")
+    where = f"{options.num_envs} environments in {count_workers(options)} workers, {size:,} parameters on {device}"
+    run.bar.write(f"{run.folder}: {where}")
     with stop, contextlib.closing(start_workers(options, "train", spec, saved.get("environments"))) as workers:
         collector = Collector(workers, policy, spec, options, device, stop)
         if options.resume:

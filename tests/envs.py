@@ -60,7 +60,9 @@ class Everything(Count):
 
     observation_space = spaces.Dict(
         {
-            "camera": spaces.Dict({"rgb": spaces.Box(0, 255, (24, 20, 3), np.uint8), "grey": spaces.Box(0, 255, (16, 16), np.uint8)}),
+            "camera": spaces.Dict(
+                {"rgb": spaces.Box(0, 255, (24, 20, 3), np.uint8), "grey": spaces.Box(0, 255, (16, 16), np.uint8)}
+            ),
             "first": spaces.Box(0, 255, (3, 36, 40), np.uint8),
             "arm": spaces.Box(-np.inf, np.inf, (2, 3), np.float64),
             "room": spaces.Discrete(4, start=2),

@@ -68,7 +68,9 @@ def test_equal_speeds_are_lockstep():
         ver_ppo.collect_rollout(policy, rollout, collector)
         assert rollout.carried == 0
         order = np.flatnonzero(rollout.complete)
-        got.append({name: np.asarray(getattr(rollout, name))[order] for name in ("reward", "action", "log_prob", "value", "env")})
+        got.append(
+            {name: np.asarray(getattr(rollout, name))[order] for name in ("reward", "action", "log_prob", "value", "env")}
+        )
 
     torch.manual_seed(5)
     state, prev_action = torch.zeros(3, *policy.state_shape), torch.zeros(3, 1, dtype=torch.int64)
@@ -124,7 +126,9 @@ def test_records_hold_what_was_known():
     size = rollout.size
     first = torch.from_numpy(rollout.first[:size])
     with torch.no_grad():
-        distribution, value, after = policy.step({"obs": rollout.obs["obs"][:size]}, rollout.prev_action[:size], first, rollout.state[:size])
+        distribution, value, after = policy.step(
+            {"obs": rollout.obs["obs"][:size]}, rollout.prev_action[:size], first, rollout.state[:size]
+        )
     torch.testing.assert_close(value, rollout.value[:size])
     torch.testing.assert_close(distribution.log_prob(rollout.action[:size]), rollout.log_prob[:size])
     for row in range(num_envs):
@@ -146,7 +150,12 @@ def test_truncation_value():
         row, step = rollout.env[slot], (rollout.env[:slot] == rollout.env[slot]).sum()
         one = slice(slot, slot + 1)
         with torch.no_grad():
-            _, _, after = policy.step({"obs": rollout.obs["obs"][one]}, rollout.prev_action[one], torch.tensor([bool(rollout.first[slot])]), rollout.state[one])
+            _, _, after = policy.step(
+                {"obs": rollout.obs["obs"][one]},
+                rollout.prev_action[one],
+                torch.tensor([bool(rollout.first[slot])]),
+                rollout.state[one],
+            )
             final = {"obs": observation_of(row, step + 1, final=True)[None]}
             value = policy.step(final, rollout.action[one], torch.tensor([False]), after)[1]
         torch.testing.assert_close(rollout.final_value[one], value)
@@ -177,23 +186,31 @@ def test_nobody_answers():
         ver_ppo.take_requests(collector, limit=2)
 
 
-def corruptions():
-    """One way to break each invariant that check_rollout states."""
-    return {
-        "exactly": lambda r: r.complete.__setitem__(np.flatnonzero(r.complete)[0], False),
-        "alone is open": lambda r: r.complete.__setitem__([np.flatnonzero(r.env[: r.size] == 0)[0], np.flatnonzero(r.env[: r.size] == 0)[-1]], [False, True]),
-        "an episode begins": lambda r: r.first.__setitem__(np.flatnonzero(r.env[: r.size] == 1)[3], True),
-        "versions do not go back": lambda r: r.version.__setitem__(np.flatnonzero(r.env[: r.size] == 2)[0], 5),
-        "current policy": lambda r: r.version.__setitem__(slice(r.carried, r.size), 0),
-        "older policies": lambda r: r.version.__setitem__(slice(None), 1),
-        "ends in one way": lambda r: (r.terminated.__setitem__(0, True), r.truncated.__setitem__(0, True), r.first.__setitem__(np.flatnonzero(r.env[: r.size] == r.env[0])[1], True)),
-        "memory is zero": lambda r: r.state.__setitem__(int(np.flatnonzero(r.first[: r.size])[0]), 1.0),
-        "log_prob is finite": lambda r: r.log_prob.__setitem__(0, float("nan")),
-        "reward is finite": lambda r: r.reward.__setitem__(0, float("inf")),
-    }  # fmt: skip
+def slots_of(rollout, environment):
+    """Slots of one environment's records."""
+    return np.flatnonzero(rollout.env[: rollout.size] == environment)
 
 
-@pytest.mark.parametrize("message", corruptions())
+def end_twice(rollout):
+    """Let a record be terminated and truncated at once."""
+    rollout.terminated[0] = rollout.truncated[0] = rollout.first[slots_of(rollout, rollout.env[0])[1]] = True
+
+
+CORRUPTIONS = {  # one way to break each invariant that check_rollout states, by the message that it should cause
+    "exactly": lambda r: r.complete.__setitem__(slots_of(r, 0)[0], False),
+    "alone is open": lambda r: r.complete.__setitem__(slots_of(r, 0)[[0, -1]], [False, True]),
+    "an episode begins": lambda r: r.first.__setitem__(slots_of(r, 1)[3], True),
+    "versions do not go back": lambda r: r.version.__setitem__(slots_of(r, 2)[0], 5),
+    "current policy": lambda r: r.version.__setitem__(slice(r.carried, r.size), 0),
+    "older policies": lambda r: r.version.__setitem__(slice(None), 1),
+    "ends in one way": end_twice,
+    "memory is zero": lambda r: r.state.__setitem__(int(np.flatnonzero(r.first[: r.size])[0]), 1.0),
+    "log_prob is finite": lambda r: r.log_prob.__setitem__(0, float("nan")),
+    "reward is finite": lambda r: r.reward.__setitem__(0, float("inf")),
+}
+
+
+@pytest.mark.parametrize("message", CORRUPTIONS)
 def test_check_rollout_notices(message):
     """Each broken invariant is noticed, by its own message."""
     ends = {(0, 12): "terminated", (1, 11): "terminated"}
@@ -203,7 +220,7 @@ def test_check_rollout_notices(message):
         ver_ppo.collect_rollout(policy, rollout, collector)
     ver_ppo.check_rollout(rollout, 1)
     broken = copy.deepcopy(rollout)
-    corruptions()[message](broken)
+    CORRUPTIONS[message](broken)
     with pytest.raises(AssertionError, match=message):
         ver_ppo.check_rollout(broken, 1)
 

@@ -248,7 +248,9 @@ def test_latency():
     for sigma in (0.0, 0.5, 0.8):
         draws = np.array([row.draw_delay(sigma) for _ in range(20000)])
         assert draws.mean() == pytest.approx(1, abs=0.03) and np.log(draws).std() == pytest.approx(sigma, abs=0.02)
-    assert {make_row("tests.envs:Count-v0", seed=seed, sim_latency_spread=(0, 0.5, 0))[0].env_delay for seed in range(3)} != {1.0}
+    assert {
+        make_row("tests.envs:Count-v0", seed=seed, sim_latency_spread=(0, 0.5, 0))[0].env_delay for seed in range(3)
+    } != {1.0}
 
 
 def test_every_action_and_observation_has_a_policy_input():
@@ -257,7 +259,9 @@ def test_every_action_and_observation_has_a_policy_input():
         options = ver_ppo.Options(env_id=env_id, hidden_size=16)
         spec = ver_ppo.describe_env(options)
         policy = ver_ppo.Policy(spec, options)
-        obs = {key: torch.stack([torch.as_tensor(space.sample()) for _ in range(6)]) for key, space in spec.observations.items()}
+        obs = {
+            key: torch.stack([torch.as_tensor(space.sample()) for _ in range(6)]) for key, space in spec.observations.items()
+        }
         obs = {key: part.to(ver_ppo.observation_dtype(spec.observations[key])) for key, part in obs.items()}
         obs = {key: torch.where(torch.isfinite(part), part, 0) for key, part in obs.items()}
         action = torch.zeros(6, spec.action_numbers, dtype=ver_ppo.action_dtype(spec)) + 1

@@ -17,7 +17,20 @@ import ver_ppo
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 ROOT = Path(__file__).resolve().parents[1]
-SMALL = ["--num-envs", "4", "--num-steps", "16", "--hidden-size", "16", "--eval-episodes", "0", "--device", "cpu", "--learner-threads", "1"]
+SMALL = [
+    "--num-envs",
+    "4",
+    "--num-steps",
+    "16",
+    "--hidden-size",
+    "16",
+    "--eval-episodes",
+    "0",
+    "--device",
+    "cpu",
+    "--learner-threads",
+    "1",
+]
 
 
 def small(tmp_path, *args):
@@ -89,10 +102,14 @@ def test_train(tmp_path, env_id):
     assert len(moved) == len(fresh) - 1  # all but the fixed entropy coefficient
     events = EventAccumulator(str(folder)).Reload()
     tags = {
-        "charts/SPS", "charts/learning_rate", "losses/value_loss", "losses/policy_loss", "losses/entropy", "losses/approx_kl",
-        "losses/clipfrac", "losses/explained_variance", "time/waiting_share", "time/inference_share", "time/learning_share",
-        "ver/batch_size", "ver/steps_per_env_min", "ver/steps_per_env_max", "ver/carried_share",
-    }  # fmt: skip
+        *(f"charts/{name}" for name in ("SPS", "learning_rate")),
+        *(
+            f"losses/{name}"
+            for name in ("value_loss", "policy_loss", "entropy", "approx_kl", "clipfrac", "explained_variance")
+        ),
+        *(f"time/{name}_share" for name in ("waiting", "inference", "learning")),
+        *(f"ver/{name}" for name in ("batch_size", "steps_per_env_min", "steps_per_env_max", "carried_share")),
+    }
     assert tags <= set(events.Tags()["scalars"])
     assert [event.step for event in events.Scalars("losses/entropy")] == [64, 128, 192, 256]
 
@@ -189,7 +206,9 @@ def test_evaluation(tmp_path, capsys):
         capsys.readouterr()
         assert ver_ppo.main(["--checkpoint", checkpoint, "--eval-episodes", "9", *how]) == 0
         lines.append(capsys.readouterr().out.splitlines()[-1])
-    assert [line.split(" in ")[1].split(": ", 1)[1] for line in lines[:2]] * 2 == [line.split(": ", 1)[1] for line in lines[:2]] * 2
+    assert [line.split(" in ")[1].split(": ", 1)[1] for line in lines[:2]] * 2 == [
+        line.split(": ", 1)[1] for line in lines[:2]
+    ] * 2
     assert lines[0].startswith("evaluation, 9 sampled episodes") and lines[2].startswith("evaluation, 9 greedy episodes")
     assert "success" in lines[0] and "spl" in lines[0] and " ± " in lines[0]
     assert ver_ppo.main(["--checkpoint", checkpoint, "--eval-episodes", "2", "--capture-video"]) == 0
@@ -291,7 +310,9 @@ FAULTS = {"raise": "out of paint", "observation": "observation 'obs' is not fini
 @pytest.mark.parametrize("fault", FAULTS)
 def test_environment_fails(tmp_path, capsys, fault, workers):
     """The traceback, the environment's number and its step; exit status 1; the checkpoint so far stays; nobody is left."""
-    args = small(tmp_path, "--env-id", f"tests.envs:Faulty-{fault}-v0", "--num-workers", workers, "--checkpoint-interval", "64")
+    args = small(
+        tmp_path, "--env-id", f"tests.envs:Faulty-{fault}-v0", "--num-workers", workers, "--checkpoint-interval", "64"
+    )
     assert ver_ppo.main(args) == 1
     error = capsys.readouterr().err
     assert FAULTS[fault] in error and "environment " in error and "step 10" in error and "Traceback" in error
@@ -324,7 +345,9 @@ def test_signals(tmp_path, number):
     """Ctrl-C and SIGTERM: a checkpoint within seconds, the message how to go on, exit status 130 or 143, nobody left."""
     shared_before = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
     command = [sys.executable, "ver_ppo.py", *small(tmp_path, "--num-workers", "2", "--image-size", "16")]
-    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.STDOUT, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    process = subprocess.Popen(
+        command, cwd=ROOT, stderr=subprocess.STDOUT, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
     deadline = time.monotonic() + 60
     while not any(tmp_path.glob("*/events*")) and time.monotonic() < deadline:
         time.sleep(0.2)
@@ -344,7 +367,9 @@ def test_signals(tmp_path, number):
 def test_killed_main_process_takes_its_workers_along(tmp_path):
     """After SIGKILL the workers see the end of their command pipe and leave by themselves."""
     command = [sys.executable, "ver_ppo.py", *small(tmp_path, "--num-workers", "2", "--image-size", "16")]
-    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True)
+    process = subprocess.Popen(
+        command, cwd=ROOT, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True
+    )
     time.sleep(10)
     process.kill()
     process.wait()
@@ -353,6 +378,22 @@ def test_killed_main_process_takes_its_workers_along(tmp_path):
     while alive_in_group(process.pid) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert alive_in_group(process.pid) == []
+
+
+def test_memory_is_flat(tmp_path):
+    """Hundreds of updates later, the process holds no more memory than after the first ones."""
+    resident_mib, log = [], ver_ppo.Run.log
+
+    def log_and_weigh(run, *args):
+        log(run, *args)
+        resident_mib.append(int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ver_ppo.Run, "log", log_and_weigh)
+        args = small(tmp_path, "--num-workers", "0", "--image-size", "16", "--total-timesteps", str(64 * 400))
+        assert ver_ppo.main(args) == 0
+    assert len(resident_mib) == 400
+    assert np.mean(resident_mib[-50:]) - np.mean(resident_mib[150:200]) < 4
 
 
 def test_checkpoint_is_atomic(tmp_path, monkeypatch):

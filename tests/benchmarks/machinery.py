@@ -44,10 +44,10 @@ def latency(args):
         slept_N, steps_N = np.zeros(options.num_envs), np.zeros(options.num_envs)
         complete = ver_ppo.complete_records
 
-        def counting(policy, rollout, collector, transfer, rows):
+        def counting(policy, rollout, collector, rows):
             slept_N[rows] += collector.shared["step_sec"][rows]
             steps_N[rows] += 1
-            return complete(policy, rollout, collector, transfer, rows)
+            return complete(policy, rollout, collector, rows)
 
         ver_ppo.complete_records = counting
         began = time.perf_counter()
@@ -59,7 +59,7 @@ def latency(args):
         shares.append(rate / bound)
         nominal = options.num_envs / (options.sim_latency / 1000)
         batch = (rollout.size - rollout.carried) / collector.batches
-        print(f"{rate:.0f} steps/s of {bound:.0f} = {rate / bound:.3f}; nominal {nominal:.0f} = {rate / nominal:.3f}; batch {batch:.1f}")
+        print(f"{rate:.0f} steps/s of {bound:.0f} = {rate / bound:.3f}; nominal {rate / nominal:.3f}; batch {batch:.1f}")
     workers.close()
     return {"share_of_bound": shares}
 
@@ -102,9 +102,13 @@ def parts(args):
             ver_ppo.learn(policy, optimizer, rollout, options)
         learn_sec = (time.perf_counter() - began) / 3 / options.rollout_steps
         began = time.perf_counter()
-        order_S, begin_Q = ver_ppo.find_sequences(*(getattr(rollout, name)[: rollout.size] for name in ("env", "first", "complete")))
+        order_S, begin_Q = ver_ppo.find_sequences(
+            *(getattr(rollout, name)[: rollout.size] for name in ("env", "first", "complete"))
+        )
         for _ in range(options.update_epochs):
-            for minibatch in ver_ppo.cut_minibatches(order_S, begin_Q, torch.randperm(len(begin_Q)).numpy(), options.num_minibatches):
+            for minibatch in ver_ppo.cut_minibatches(
+                order_S, begin_Q, torch.randperm(len(begin_Q)).numpy(), options.num_minibatches
+            ):
                 ver_ppo.pack_sequences(*minibatch)
         arrange_ms = 1000 * (time.perf_counter() - began)
         workers.close()
