@@ -1441,8 +1441,8 @@ def importance_weights(env_S, complete_S, num_envs, maximum=1.0):
     An environment that gave K_e of the S steps was sampled K_e / S of the time instead of 1 / N, so each of its steps
     weighs min(maximum, (S / N) / K_e). Slow environments are not weighted up.
 
-    >>> importance_weights(np.array([0, 0, 0, 1]), np.ones(4, bool), 2).round(2).tolist()
-    [0.67, 0.67, 0.67, 1.0]
+    >>> importance_weights(np.array([0, 0, 0, 1]), np.ones(4, bool), num_envs=2) * 3
+    array([2., 2., 2., 3.], dtype=float32)
     """
     count_N = np.bincount(env_S[complete_S], minlength=num_envs)
     weight_N = np.minimum(maximum, count_N.sum() / num_envs / np.maximum(count_N, 1))
