@@ -152,7 +152,7 @@ def cue_success(tmp_path, recurrent, steps):
     """Share of right answers in the memory task after training."""
     options = ver_ppo.Options(
         env_id="tests.envs:Cue-v0", total_timesteps=steps, num_workers=0, num_envs=16, num_steps=64, hidden_size=32,
-        learning_rate=3e-3, gae_lambda=1.0, update_epochs=4, recurrent=recurrent, runs_dir=str(tmp_path),
+        learning_rate=3e-3, gae_lambda=1.0, update_epochs=4, norm_adv=True, recurrent=recurrent, runs_dir=str(tmp_path),
         eval_episodes=0, device="cpu", learner_threads=1,
     )  # fmt: skip
     folder = ver_ppo.train(options)
@@ -164,5 +164,5 @@ def cue_success(tmp_path, recurrent, steps):
 
 def test_memory_task(tmp_path):
     """A cue seen at the first step and asked for ten steps later: solved with the LSTM, and not without."""
-    assert cue_success(tmp_path, recurrent=True, steps=100_000) > 0.95
+    assert cue_success(tmp_path, recurrent=True, steps=150_000) > 0.95
     assert cue_success(tmp_path, recurrent=False, steps=50_000) < 0.65
