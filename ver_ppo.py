@@ -21,8 +21,9 @@ The processes and what passes between them (section 2.1, figure 2 of the paper):
          v        |                  a pipe each           v      |                      v
     [ transfer: one row for each environment, CPU shared memory ]        [ rollout: S + N slots, training device ]
 
-Shapes stand in the names: N environments, S complete steps of a rollout (T x N), Q sequences, M steps of a mini-batch,
-B any batch, H hidden units, L LSTM layers, A action numbers. A buffer named `_S` has N slots more, for open records.
+Shapes stand in the names: N environments, S steps of a rollout (T x N; the buffer has N slots more, for open records),
+Q sequences, M steps of a mini-batch, B any batch, H hidden units, L LSTM layers, A action numbers; in PointNav K boxes,
+R rays, C corners, P points, H x W pixels.
 
 Mechanism                          Function               Paper        Test (tests/)
 dynamic batching                   take_requests          VER 2.1      test_collection.py::test_dynamic_batch
@@ -118,7 +119,7 @@ class Options:
     gae_lambda: float = 0.95
     """lambda of generalized advantage estimation"""
     num_minibatches: int = 2
-    """B, mini-batches per epoch, all of T x N / B steps"""
+    """mini-batches per epoch, all of one size"""
     update_epochs: int = 2
     """passes over each rollout"""
     clip_coef: float = 0.2
@@ -177,7 +178,7 @@ class Interrupted(Exception):
 class StopSignal:
     """Notes SIGINT and SIGTERM while it is entered, so that a run ends where its state is whole, between two batches.
 
-    A second signal finds the default handlers again and ends the process at once.
+    A second signal finds the handlers from before, which end the run wherever it is.
     """
 
     number = None
@@ -672,7 +673,7 @@ class VectorEncoder(nn.Module):
         """B x any shape -> B x out_features"""
         if self.choices:
             vector = nn.functional.one_hot(vector - self.start, self.choices)
-        return self.layers(vector.flatten(1).float())
+        return self.layers(vector.reshape(len(vector), -1).float())
 
 
 class MultiCategorical:
@@ -884,7 +885,7 @@ class EnvironmentRow:
         self.episode = episode - 1
         self.reset()
         for action_A in actions:
-            self.step(np.asarray(action_A))
+            self.step(action_A)
             if self.out["first"][self.row]:  # a simulator that is not deterministic: go on from its new episode
                 break
 
@@ -924,7 +925,8 @@ class EnvironmentRow:
         out["terminated"][row], out["truncated"][row] = terminated, truncated and not terminated
         if terminated or truncated:
             out["result"][row] = [self.total_reward, self.length, *(info.get(name, np.nan) for name in self.spec.metrics)]
-            self.write("final_obs", observation)
+            if out["truncated"][row]:
+                self.write("final_obs", observation)
             self.reset()
         else:
             self.write("obs", observation)
@@ -960,7 +962,7 @@ class EnvironmentRow:
 ANNOUNCE_SEC = 0.002  # an answer waits at most this long for its siblings in the same worker: one write for all of them
 
 
-def worker_process(worker, rows, options, split, spec, transfer, announce, commands, starts):
+def worker_process(rows, options, split, spec, transfer, announce, commands, starts):
     """Body of a worker process: step the environments `rows` whenever actions for them arrive.
 
     Ends when the main process closes the command pipe or dies (end of file either way). A failure is announced as the
@@ -1045,6 +1047,7 @@ class Workers:
         # The fork server is as clean as spawn (no CUDA context, no threads are inherited) but imports torch only once.
         methods = mp.get_all_start_methods()
         context = mp.get_context(start_method or ("forkserver" if "forkserver" in methods else "spawn"))
+        context.set_forkserver_preload(["torch", "gymnasium", "tyro", "tqdm"])
         self.transfer = Transfer(spec, options.num_envs)
         self.num_workers = count_workers(options)
         self.announced, announce = context.Pipe(duplex=False)
@@ -1054,17 +1057,8 @@ class Workers:
         for worker in range(self.num_workers):
             rows = list(range(worker, options.num_envs, self.num_workers))
             commands, command = context.Pipe(duplex=False)
-            args = (
-                worker,
-                rows,
-                options,
-                split,
-                spec,
-                self.transfer,
-                announce,
-                commands,
-                {row: starts[row] for row in rows},
-            )
+            mine = {row: starts[row] for row in rows}
+            args = (rows, options, split, spec, self.transfer, announce, commands, mine)
             process = context.Process(target=worker_process, args=args, name=f"ver-worker-{worker}", daemon=True)
             process.start()
             commands.close()
@@ -1150,8 +1144,8 @@ class Collector:
         self.results = []  # of the episodes that ended in this rollout: return, length, metrics
 
     def skip_episodes(self):
-        """Let a resumed run begin new episodes everywhere."""
-        self.episode_N += 1
+        """Let a resumed run begin new episodes everywhere, past the one that failed, in its course or at its reset."""
+        self.episode_N += 2
         self.actions_N = [[] for _ in self.actions_N]
 
     def restore(self, saved):
@@ -1160,7 +1154,7 @@ class Collector:
         self.state_N.copy_(saved["state"])
         self.prev_action_N.copy_(saved["prev_action"])
         for row, (episode, actions) in enumerate(saved["environments"]):
-            self.episode_N[row], self.actions_N[row] = episode, list(actions.numpy())
+            self.episode_N[row], self.actions_N[row] = episode, list(actions)
         torch.set_rng_state(saved["torch_rng"])
         if saved["cuda_rng"] is not None:
             torch.cuda.set_rng_state(saved["cuda_rng"], self.state_N.device)
@@ -1173,48 +1167,45 @@ def take_requests(collector, limit):
     """Dynamic batching (VER section 2.1): the rows of all outstanding requests, at most `limit` and --max-requests.
 
     If there are fewer than --min-requests, wait for more, but only half an inference time: that long, one larger batch is
-    cheaper than two small ones. If there is none, wait up to --env-timeout, then raise EnvironmentFailure.
+    cheaper than two small ones. If there is none, wait up to --env-timeout, then raise EnvironmentFailure. Raises
+    Interrupted after Ctrl-C or SIGTERM.
     """
-    workers, began = collector.workers, time.perf_counter()
-    collector.stop.check()
-    collector.waiting += workers.receive(0)
+    began = time.perf_counter()
+    receive(collector, 0)
     while not collector.waiting:
-        collector.stop.check()
-        collector.waiting += workers.receive(1.0)
-        if time.perf_counter() - began > collector.timeout_sec:
+        receive(collector, 1.0)
+        if not collector.waiting and time.perf_counter() - began > collector.timeout_sec:
             awaited = np.flatnonzero(collector.open_slot_N >= 0).tolist() or "all"
-            raise EnvironmentFailure(
-                f"no environment has answered for {collector.timeout_sec:.0f} s (--env-timeout); awaited: {awaited}"
-            )
+            message = f"no environment has answered for {collector.timeout_sec:.0f} s (--env-timeout); awaited: {awaited}"
+            raise EnvironmentFailure(message)
     deadline = time.perf_counter() + collector.inference_sec / 2
     while len(collector.waiting) < min(collector.least, limit) and (left_sec := deadline - time.perf_counter()) > 0:
-        collector.waiting += workers.receive(left_sec)
+        receive(collector, left_sec)
     collector.seconds["waiting"] += time.perf_counter() - began
     number = min(limit, collector.most)
     rows, collector.waiting = collector.waiting[:number], collector.waiting[number:]
     return rows
 
 
-def infer(policy, collector, rows):
-    """One batched step of the policy for these rows: what it saw, distribution, value and recurrent state after it."""
-    index_B, device = torch.tensor(rows), collector.state_N.device
-    obs = {key: part[index_B].to(device) for key, part in collector.transfer.obs.items()}
-    first_B = collector.transfer.first[index_B].to(device)
+def receive(collector, timeout_sec):
+    """Put the rows that have answered on the waiting list. A signal comes before the failures that it may cause."""
+    try:
+        collector.waiting += collector.workers.receive(timeout_sec)
+    finally:
+        collector.stop.check()
+
+
+def infer(policy, collector, rows, source="obs"):
+    """One batched step of the policy for these rows: ((observation, state, previous action) before it, distribution,
+    value_B, state after it). The `source` `final_obs` asks about the end of a truncated episode, not the start of the next.
+    """
+    index_B, device = torch.as_tensor(rows), collector.state_N.device
+    obs = {key: part[index_B].to(device) for key, part in getattr(collector.transfer, source).items()}
+    first_B = (collector.transfer.first[index_B] & (source == "obs")).to(device)
     index_B = index_B.to(device)
     state_B, prev_action_B = collector.state_N[index_B] * ~first_B[:, None, None], collector.prev_action_N[index_B]
     with autocast(policy, device):
-        distribution, value_B, after_B = policy.step(obs, prev_action_B, first_B, state_B)
-    return (obs, first_B, state_B, prev_action_B), distribution, value_B, after_B
-
-
-def final_values(policy, collector, rows):
-    """Values of the final observations of truncated episodes, under the recurrent state and last action of that episode."""
-    index_B, device = torch.as_tensor(rows), collector.state_N.device
-    obs = {key: part[index_B].to(device) for key, part in collector.transfer.final_obs.items()}
-    index_B = index_B.to(device)
-    with autocast(policy, device):
-        first_B = torch.zeros(len(rows), dtype=torch.bool, device=device)
-        return policy.step(obs, collector.prev_action_N[index_B], first_B, collector.state_N[index_B])[1]
+        return (obs, state_B, prev_action_B), *policy.step(obs, prev_action_B, first_B, state_B)
 
 
 def autocast(policy, device):
@@ -1236,6 +1227,7 @@ def collect_rollout(policy, rollout, collector):
     sent, and the updated policy will compute them again. Raises EnvironmentFailure.
     """
     complete = 0
+    collector.seconds, collector.batches, collector.results = {"waiting": 0.0, "inference": 0.0}, 0, []
     carry_over(rollout, collector)
     collector.waiting = collector.unsent + collector.waiting
     while complete < rollout.steps:
@@ -1266,7 +1258,6 @@ def carry_over(rollout, collector):
     rollout.complete[:] = False
     rollout.size = rollout.carried = len(slots)
     collector.open_slot_N[rollout.env[: len(slots)]] = np.arange(len(slots))
-    collector.seconds, collector.batches, collector.results = {"waiting": 0.0, "inference": 0.0}, 0, []
 
 
 def complete_records(policy, rollout, collector, rows):
@@ -1286,13 +1277,13 @@ def complete_records(policy, rollout, collector, rows):
     collector.results += shared["result"][rows[ended]].tolist()
     truncated = shared["truncated"][rows]
     if truncated.any():
-        rollout.final_value[slots[truncated]] = final_values(policy, collector, rows[truncated])
+        rollout.final_value[slots[truncated]] = infer(policy, collector, rows[truncated], "final_obs")[2]
     return len(rows)
 
 
 def write_records(policy, rollout, collector, rows):
     """Infer, and write one new open record for each row; returns their slots and the recurrent states after the step."""
-    (obs, first_B, state_B, prev_action_B), distribution, value_B, after_B = infer(policy, collector, rows)
+    (obs, state_B, prev_action_B), distribution, value_B, after_B = infer(policy, collector, rows)
     slots = slice(rollout.size, rollout.size + len(rows))
     for key, part in obs.items():
         rollout.obs[key][slots] = part
@@ -1487,9 +1478,9 @@ def ppo_loss(distribution, value_M, batch, log_ent_coef, options):
 
 
 def learn(policy, optimizer, rollout, options):
-    """Update the policy from one rollout: --update-epochs passes over B mini-batches. Returns what to log.
+    """Update the policy from one rollout: --update-epochs passes over all mini-batches. Returns what to log.
 
-    Raises FloatingPointError, before any weight is touched, if a gradient is not finite.
+    Raises FloatingPointError if a gradient is not finite, before it touches a weight.
     """
     device, size = rollout.device, rollout.size
     columns = {name: getattr(rollout, name)[:size] for name in ("env", "complete", "reward", "terminated", "truncated")}
@@ -1597,6 +1588,9 @@ def load_run(policy, optimizer, options):
     path = Path(options.resume) / "checkpoint.pt"
     saved = load_checkpoint(path)
     load_policy(policy, saved, path)
+    if options.target_entropy is None:  # fixed: as the options say, not as the checkpoint does
+        policy.log_ent_coef.data.fill_(math.log(max(options.ent_coef, 1e-30)))
+    saved["environments"] = [(episode, actions.numpy()) for episode, actions in saved["environments"]]
     optimizer.load_state_dict(saved["optimizer"])
     if len(saved["environments"]) != options.num_envs:
         raise UserError(f"--num-envs {options.num_envs}: the run to resume has {len(saved['environments'])}")
@@ -1679,8 +1673,9 @@ def describe_rollout(rollout, collector, learning_sec):
 def evaluate(policy, spec, options, frames=None):
     """Play --eval-episodes validation episodes and return their results: E x (return, length, metrics).
 
-    Each environment plays its share of a fixed list of episodes, so that short episodes do not count more than long ones
-    and two policies are compared on the same floor plans. `frames`, a list, collects pictures (one environment only).
+    Each environment plays its share of the episodes, so that short ones do not count more than long ones; for the same
+    --num-envs and --eval-episodes these are the same episodes for every policy. `frames`, a list, collects pictures of one
+    environment.
     """
     num_envs = 1 if frames is not None else min(options.num_envs, options.eval_episodes)
     num_workers = 0 if frames is not None else min(count_workers(options), num_envs)
@@ -1689,7 +1684,7 @@ def evaluate(policy, spec, options, frames=None):
     device, results = next(policy.parameters()).device, []
     with torch.random.fork_rng(), contextlib.closing(start_workers(options, "val", spec, frames=frames)) as workers:
         torch.manual_seed(options.seed)
-        collector = Collector(workers, policy, spec, options, device, StopSignal())
+        collector = Collector(workers, policy, spec, options, device, StopSignal())  # never entered: signals end us at once
         while len(results) < options.eval_episodes:
             rows = take_requests(collector, limit=num_envs)
             for row in rows:
@@ -1801,14 +1796,16 @@ def train(options):
                 run.log(run.step + rollout.steps, logs, collector.results, spec.metrics)
                 if run.step - run.saved_step >= options.checkpoint_interval:
                     run.save(policy, optimizer, collector, options)
-        except EnvironmentFailure:
-            collector.skip_episodes()  # or a resumed run would fail in the same episode again
+            stop.check()
+            run.save(policy, optimizer, collector, options)
+        except (Interrupted, EnvironmentFailure, FloatingPointError) as reason:
+            if isinstance(reason, EnvironmentFailure):
+                collector.skip_episodes()
+            run.save(policy, optimizer, collector, options)
+            run.bar.write(f"stopped at step {run.step}; go on with: --resume {run.folder}")
             raise
         finally:
-            run.save(policy, optimizer, collector, options)
             run.bar.close()
-            if run.step < options.total_timesteps:
-                print(f"stopped at step {run.step}; go on with: --resume {run.folder}")
     if options.eval_episodes:
         report_evaluation(policy, spec, options, run.folder, run.writer, run.step)
     run.writer.close()
@@ -1826,7 +1823,7 @@ def parse_options(argv):
     saved |= {"resume": None, "checkpoint": None, "sim_latency_spread": tuple(saved["sim_latency_spread"])}
     options = tyro.cli(Options, args=argv, default=Options(**saved))
     for name, value in asdict(options).items():
-        if value != saved[name] and name not in ("resume", "checkpoint"):
+        if value != saved.get(name, value) and name not in ("resume", "checkpoint"):
             print(f"--{name.replace('_', '-')}: {value} (the checkpoint has {saved[name]})")
     return options
 
