@@ -1722,7 +1722,7 @@ def report_evaluation(policy, spec, options, folder, writer=None, step=0):
         frames = []
         evaluate(policy, spec, replace(options, eval_episodes=3), frames)
         path = folder / "evaluation.gif"
-        write_gif(path, frames)
+        write_gif(path, frames[:-1])  # the last one shows the reset after the third episode
         print(f"video: {path}")
 
 
