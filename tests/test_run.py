@@ -321,12 +321,14 @@ def test_environment_fails(tmp_path, capsys, fault, workers):
     assert children() == []
 
 
-def test_worker_dies(tmp_path, capsys):
-    """A worker that exits is reported with its environments and exit code."""
-    args = small(tmp_path, "--env-id", "tests.envs:Faulty-exit-v0", "--num-workers", "2")
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_worker_dies(tmp_path, capsys, workers):
+    """A worker that exits is reported with its environments and exit code, the last one as any other."""
+    args = small(tmp_path, "--env-id", "tests.envs:Faulty-exit-v0", "--num-workers", workers)
     assert ver_ppo.main(args) == 1
     error = capsys.readouterr().err
-    assert "worker" in error and "died with exit code 7" in error and ("[0, 2]" in error or "[1, 3]" in error)
+    environments = {"1": ["[0, 1, 2, 3]"], "2": ["[0, 2]", "[1, 3]"]}[workers]
+    assert "worker" in error and "died with exit code 7" in error and any(rows in error for rows in environments)
     assert children() == []
 
 
