@@ -51,6 +51,7 @@ import signal
 import sys
 import time
 import traceback
+from array import array
 from collections import deque
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -998,13 +999,13 @@ def worker_process(rows, options, split, spec, transfer, announce, commands, sta
 
 def write_rows(pipe, rows):
     """One write of row numbers: atomic up to PIPE_BUF bytes, however many processes write to this pipe."""
-    os.write(pipe.fileno(), np.asarray(rows, np.int32).tobytes())
+    os.write(pipe.fileno(), array("i", rows))
 
 
 def read_rows(pipe):
     """All row numbers that lie in the pipe, at least one; [] at its end. Waits for the other side, for ever if need be:
     the main process never does (it polls first), and a worker has nothing else to do."""
-    return np.frombuffer(os.read(pipe.fileno(), 1 << 16), np.int32).tolist()
+    return array("i", os.read(pipe.fileno(), 1 << 16)).tolist()
 
 
 class InlineWorkers:
@@ -1069,11 +1070,12 @@ class Workers:
 
     def send(self, rows):
         """Tell the workers that the actions of these rows are in place."""
-        for worker, command in enumerate(self.commands):
-            mine = [row for row in rows if row % self.num_workers == worker]
-            if mine:
-                with contextlib.suppress(BrokenPipeError):  # a dead worker is reported by the next `receive`
-                    write_rows(command, mine)
+        rows_of = {}
+        for row in rows:
+            rows_of.setdefault(row % self.num_workers, []).append(row)
+        for worker, mine in rows_of.items():
+            with contextlib.suppress(BrokenPipeError):  # a dead worker is reported by the next `receive`
+                write_rows(self.commands[worker], mine)
 
     def receive(self, timeout_sec):
         """Rows that have answered; waits for the first at most `timeout_sec` and then returns [].
@@ -1081,12 +1083,12 @@ class Workers:
         Raises EnvironmentFailure if an environment raised or a worker died.
         """
         if timeout_sec < 0.01:  # poll() counts whole milliseconds
-            ready = select.select([self.announced], [], [], timeout_sec)[0]
+            ready = select.select([self.announced.fileno()], [], [], timeout_sec)[0]
         else:
-            ready = self.poller.poll(timeout_sec * 1000)
+            ready = [descriptor for descriptor, _ in self.poller.poll(timeout_sec * 1000)]
         if not ready:
             return []
-        rows = read_rows(self.announced) if self.announced.poll() else []
+        rows = read_rows(self.announced) if self.announced.fileno() in ready else []
         for row in rows:
             if row < 0:
                 raise EnvironmentFailure(bytes(self.transfer.error[-1 - row]).rstrip(b"\0").decode(errors="replace"))
@@ -1630,6 +1632,11 @@ class Run:
         self.bar = tqdm(total=total, initial=self.step, unit=" steps", dynamic_ncols=True, smoothing=0.1)
         self.began, self.first_step, self.saved_step = time.perf_counter(), self.step, self.step
 
+    def close(self):
+        """End the progress bar's line and write the last events."""
+        self.bar.close()
+        self.writer.close()
+
     def save(self, policy, optimizer, collector, options):
         """Write the checkpoint."""
         progress = {"step": self.step, "recent": list(self.recent)}
@@ -1773,18 +1780,9 @@ def update(policy, optimizer, rollout, collector, options, step):
     return {**logs, "charts/learning_rate": learning_rate_at(step, options)}
 
 
-def train(options):
-    """Train to the end, evaluate, return the run folder. What can be refused is refused before any process starts."""
-    spec, device = describe_env(options), choose_device(options)
-    keep_freed_memory()
-    torch.manual_seed(options.seed)
-    policy = Policy(spec, options).to(device)
-    optimizer = torch.optim.Adam(policy.parameters(), lr=options.learning_rate, eps=1e-5)
-    saved = load_run(policy, optimizer, options) if options.resume else {"progress": {"step": 0, "recent": []}}
-    run, stop = Run(options, saved["progress"]), StopSignal()
-    size = sum(p.numel() for p in policy.parameters())
-    where = f"{options.num_envs} environments in {count_workers(options)} workers, {size:,} parameters on {device}"
-    run.bar.write(f"{run.folder}: {where}")
+def run_updates(run, policy, optimizer, spec, options, saved):
+    """Start the environments, collect and learn until --total-timesteps, and save; a signal or a failure ends it early."""
+    device, stop = next(policy.parameters()).device, StopSignal()
     with stop, contextlib.closing(start_workers(options, "train", spec, saved.get("environments"))) as workers:
         collector = Collector(workers, policy, spec, options, device, stop)
         if options.resume:
@@ -1804,11 +1802,24 @@ def train(options):
             run.save(policy, optimizer, collector, options)
             run.bar.write(f"stopped at step {run.step}; go on with: --resume {run.folder}")
             raise
-        finally:
-            run.bar.close()
-    if options.eval_episodes:
-        report_evaluation(policy, spec, options, run.folder, run.writer, run.step)
-    run.writer.close()
+
+
+def train(options):
+    """Train to the end, evaluate, return the run folder. What can be refused is refused before any process starts."""
+    spec, device = describe_env(options), choose_device(options)
+    keep_freed_memory()
+    torch.manual_seed(options.seed)
+    policy = Policy(spec, options).to(device)
+    optimizer = torch.optim.Adam(policy.parameters(), lr=options.learning_rate, eps=1e-5)
+    saved = load_run(policy, optimizer, options) if options.resume else {"progress": {"step": 0, "recent": []}}
+    size = sum(p.numel() for p in policy.parameters())
+    with contextlib.closing(Run(options, saved["progress"])) as run:
+        where = f"{options.num_envs} environments in {count_workers(options)} workers, {size:,} parameters on {device}"
+        run.bar.write(f"{run.folder}: {where}")
+        run_updates(run, policy, optimizer, spec, options, saved)
+        run.bar.close()
+        if options.eval_episodes:
+            report_evaluation(policy, spec, options, run.folder, run.writer, run.step)
     return run.folder
 
 

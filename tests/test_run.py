@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -414,4 +413,3 @@ def test_checkpoint_is_atomic(tmp_path, monkeypatch):
     with pytest.raises(OSError):
         ver_ppo.main(["--resume", str(folder), "--total-timesteps", "128"])
     assert (folder / "checkpoint.pt").read_bytes() == before
-    shutil.rmtree(folder)
