@@ -753,16 +753,19 @@ class Policy(nn.Module):
         return Independent(normal, 1, validate_args=False), value_B
 
     def step(self, obs, prev_action_BA, first_B, state_B2LH):
-        """One step of each of B environments: distribution, value_B and the recurrent state after the step."""
+        """One step of each of B environments: distribution, value_B and the recurrent state after the step.
+
+        `state_B2LH` is zero where `first_B`: `infer` resets it, once, because the record must hold what was used.
+        """
         x = self.encode(obs, prev_action_BA, first_B)
         if not self.num_layers:
             return *self.heads(torch.tanh(self.core(x))), state_B2LH
-        state = state_B2LH * ~first_B[:, None, None]
         weights, after = self.core.all_weights, []
         for layer in range(self.num_layers):  # nn.LSTM spends twice the time on a single step
-            x, cell = torch.lstm_cell(x, (state[:, layer], state[:, self.num_layers + layer]), *weights[layer])
+            memory = state_B2LH[:, layer], state_B2LH[:, self.num_layers + layer]
+            x, cell = torch.lstm_cell(x, memory, *weights[layer])
             after.append((x, cell))
-        return *self.heads(x), torch.stack([*(h for h, _ in after), *(c for _, c in after)], dim=1).to(state.dtype)
+        return *self.heads(x), torch.stack([*(h for h, _ in after), *(c for _, c in after)], dim=1).to(state_B2LH.dtype)
 
     def sequences(self, obs, prev_action_M, first_M, state_Q2LH, batch_sizes):
         """All M steps of Q sequences, arranged as a PackedSequence: distribution and value_M (VER section 2.2, figure 3C).

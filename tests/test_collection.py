@@ -87,8 +87,8 @@ def test_equal_speeds_are_lockstep():
             expected["log_prob"] += distribution.log_prob(action).tolist()
             expected["value"] += value.tolist()
             expected["env"] += [0, 1, 2]
-            state, prev_action = after, action
             first = torch.tensor([(row, step) in ends for row in range(3)])
+            state, prev_action = after * ~first[:, None, None], action
             step += 1
         with torch.no_grad():  # the bootstrap values: their actions are drawn but never sent
             obs = torch.stack([observation_of(row, step) for row in range(3)])

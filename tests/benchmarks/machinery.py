@@ -21,12 +21,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import ver_ppo  # noqa: E402
 
 
-def build(options, starts=None, checkpoint=None):
+def build(options, checkpoint=None):
     spec = ver_ppo.describe_env(options)
     policy = ver_ppo.Policy(spec, options)
     if checkpoint:
         ver_ppo.load_policy(policy, ver_ppo.load_checkpoint(checkpoint), checkpoint)
-    workers = ver_ppo.start_workers(options, "train", spec, starts)
+    workers = ver_ppo.start_workers(options, "train", spec)
     collector = ver_ppo.Collector(workers, policy, spec, options, torch.device("cpu"), ver_ppo.StopSignal())
     rollout = ver_ppo.Rollout(spec, options.rollout_steps, options.num_envs, policy.state_shape, torch.device("cpu"))
     return policy, workers, collector, rollout
