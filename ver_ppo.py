@@ -40,13 +40,16 @@ all invariants of a rollout        check_rollout          VER 2.2      test_coll
 """
 
 import contextlib
+import copy
 import ctypes
 import functools
+import itertools
 import json
 import math
 import multiprocessing.connection
 import os
 import select
+import shutil
 import signal
 import sys
 import time
@@ -100,9 +103,21 @@ class Options:
     """emulated simulator time in milliseconds that each step sleeps on average"""
     sim_latency_spread: tuple[float, float, float] = (0.8, 0.0, 0.0)
     """sigma of the log-normal latency: from step to step, between environments, between episodes"""
+    envs_per_worker: int | Literal["auto"] = "auto"
+    """another way to give --num-workers. From two on, a worker steps one environment while inference computes the action of
+    another (double-buffered sampling)"""
     env_timeout: float = 300.0
     """seconds without any answer from any environment after which the run is given up"""
 
+    sampler: Literal["ver", "nover", "sync", "async"] = "ver"
+    """how experience is collected. ver: T x N steps from whoever delivers them; nover: T steps from each environment, not
+    in lock-step (VER without variable rollouts); sync: T steps from each, in lock-step (DD-PPO); async: without end, in
+    trajectories of T steps, corrected by V-trace (Sample Factory's APPO)"""
+    overlap: bool = False
+    """another process collects the next rollout while this one learns: faster where simulators leave the learner's processor
+    idle, for experience that is one update older (async always does so)"""
+    num_inference_workers: int = 1
+    """processes that serve inference requests; the main process if it is one and nothing overlaps"""
     num_steps: int = 128
     """T: a rollout is exactly T x N steps, T from each environment on average"""
     min_requests: int = 1
@@ -159,6 +174,8 @@ class Options:
     """evaluate with the most probable action instead of a sampled one"""
     capture_video: bool = False
     """write a gif of three evaluation episodes"""
+    trace: str | None = None
+    """file for the run's timeline in Chrome's trace format: open it in ui.perfetto.dev or chrome://tracing"""
     debug: bool = False
     """check every invariant of every rollout"""
 
@@ -166,6 +183,16 @@ class Options:
     def rollout_steps(self):
         """S, complete steps of one rollout."""
         return self.num_steps * self.num_envs
+
+    @property
+    def overlapping(self):
+        """Whether learning and collecting go on at the same time."""
+        return self.overlap or self.sampler == "async"
+
+    @property
+    def remote(self):
+        """Whether processes of their own serve inference requests."""
+        return self.overlapping or self.num_inference_workers > 1
 
 
 class UserError(Exception):
@@ -225,6 +252,19 @@ def validate_options(options):
             "num_workers",
             f"must be auto or within 0..{o.num_envs}",
         ),
+        (
+            o.envs_per_worker == "auto" or 1 <= o.envs_per_worker <= o.num_envs and o.num_workers == "auto",
+            "envs_per_worker",
+            f"must be within 1..{o.num_envs}, without --num-workers",
+        ),
+        (1 <= o.num_inference_workers <= 64, "num_inference_workers", "must be within 1..64"),
+        (
+            o.num_inference_workers == 1 or o.num_workers != 0,
+            "num_inference_workers",
+            "needs environments in processes of their own: give --num-workers",
+        ),
+        (not o.overlap or o.sampler != "async", "overlap", "goes with the other samplers: async always overlaps"),
+        (o.sampler != "sync" or o.max_requests >= o.num_envs, "max_requests", "must be at least --num-envs with sync"),
         (o.learner_threads == "auto" or 1 <= o.learner_threads <= 256, "learner_threads", "must be auto or within 1..256"),
         (
             1 <= o.min_requests <= min(o.max_requests, o.num_envs),
@@ -252,6 +292,8 @@ def count_workers(options):
     """Worker processes to start: one for each sleeping simulator, else no more than there are CPU cores."""
     if options.num_workers != "auto":
         return options.num_workers
+    if options.envs_per_worker != "auto":
+        return math.ceil(options.num_envs / options.envs_per_worker)
     return options.num_envs if options.sim_latency else min(options.num_envs, count_cores())
 
 
@@ -801,72 +843,118 @@ def observation_buffers(spec, rows, device="cpu"):
     }
 
 
-class Transfer:
-    """One row for each environment in CPU shared memory: what it observed last, and the action it shall take next.
-
-    A row belongs to the worker from the moment its number is sent down the worker's pipe until the worker announces it;
-    else it belongs to the main process. So nobody ever reads a row while it is being written, without any lock.
-    """
-
-    def __init__(self, spec, num_envs):
-        self.obs = observation_buffers(spec, num_envs)
-        self.final_obs = observation_buffers(spec, num_envs)  # the observation that a reset replaced, if truncated
-        self.action = torch.zeros(num_envs, spec.action_numbers, dtype=action_dtype(spec))
-        flags = {name: torch.zeros(num_envs, dtype=torch.bool) for name in ("first", "terminated", "truncated")}
-        self.first, self.terminated, self.truncated = flags.values()
-        self.reward = torch.zeros(num_envs)
-        self.step_sec = torch.zeros(num_envs)  # of the last step, resets included
-        self.episode = torch.zeros(num_envs, dtype=torch.int64)  # number of the episode that `obs` belongs to
-        # of the episode that ended last: return, length, metrics
-        self.result = torch.zeros(num_envs, 2 + len(spec.metrics), dtype=torch.float64)
-        self.error = torch.zeros(num_envs, 8192, dtype=torch.uint8)  # traceback of the environment that failed
-        for tensor in (*self.obs.values(), *self.final_obs.values(), *vars(self).values()):
-            if isinstance(tensor, torch.Tensor):
-                tensor.share_memory_()
-
-    def numpy(self):
-        """Views of the same memory as numpy arrays, which read and write single rows several times faster."""
-        return {
-            name: {key: part.numpy() for key, part in value.items()} if isinstance(value, dict) else value.numpy()
-            for name, value in vars(self).items()
-        }
-
-
 def action_dtype(spec):
     """int64 for choices, float32 for continuous actions."""
     return torch.int64 if spec.discrete_actions else torch.float32
 
 
-class Rollout:
+class Shared:
+    """Tensors that several processes can work on: once shared, pickling hands them on without a copy.
+
+    Those in `host` become attributes as numpy arrays, which read and write single rows several times faster than tensors
+    do (single numbers have no dimension: write `x += 1`, `x[...] = 0`). Such an array is a view and pickling would copy it:
+    each process makes its own.
+    """
+
+    def __init__(self, **host):
+        self.__setstate__({"host": host})
+
+    def share(self):
+        """Move everything to shared memory, before other processes get to know it. Raises UserError if that is full."""
+        values = [leaf for value in vars(self).values() for leaf in (value.values() if isinstance(value, dict) else [value])]
+        tensors = [tensor for tensor in values if isinstance(tensor, torch.Tensor) and not tensor.is_shared()]
+        if needed := sum(tensor.nbytes for tensor in tensors):
+            free = shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else math.inf
+            if needed > free:
+                sizes = f"{needed / 2**20:.0f} MiB of shared memory are needed and /dev/shm has {free / 2**20:.0f}"
+                raise UserError(f"{sizes}: enlarge it (docker run --shm-size) or choose a smaller --num-steps")
+        for tensor in tensors:
+            tensor.share_memory_()
+        self.__setstate__({})
+        return self
+
+    def __getstate__(self):
+        return {name: value for name, value in vars(self).items() if name not in self.host}
+
+    def __setstate__(self, state):
+        vars(self).update(state)
+        vars(self).update({name: tensor.numpy() for name, tensor in self.host.items()})
+
+
+class Transfer(Shared):
+    """One row for each environment in CPU shared memory: what it observed last, and the action it shall take next.
+
+    A row belongs to the worker from the moment its number is sent down the worker's pipe until the worker announces it;
+    else it belongs to whoever serves its request. So nobody ever reads a row while it is being written, without any lock.
+    """
+
+    def __init__(self, spec, num_envs):
+        self.obs = observation_buffers(spec, num_envs)
+        self.final_obs = observation_buffers(spec, num_envs)  # the observation that a reset replaced, if truncated
+        flags = {name: torch.zeros(num_envs, dtype=torch.bool) for name in ("first", "terminated", "truncated")}
+        super().__init__(
+            **flags,
+            action=torch.zeros(num_envs, spec.action_numbers, dtype=action_dtype(spec)),
+            reward=torch.zeros(num_envs),
+            step_began=torch.zeros(num_envs, dtype=torch.float64),  # of the last step, on the clock of perf_counter
+            step_sec=torch.zeros(num_envs),  # resets included
+            episode=torch.zeros(num_envs, dtype=torch.int64),  # number of the episode that `obs` belongs to
+            # of the episode that ended last: return, length, metrics
+            result=torch.zeros(num_envs, 2 + len(spec.metrics), dtype=torch.float64),
+        )
+
+
+class Rollout(Shared):
     """Linear buffer of step records, in the order in which inference wrote them (VER section 2.2).
 
     S + N slots: S complete records and at the end one open record of each environment. What the network reads and writes
     lives on the training device; what the host decides by (whose record, is it complete, ...) lives in numpy.
     """
 
-    def __init__(self, spec, steps, num_envs, state_shape, device):
-        slots = steps + num_envs
+    def __init__(self, spec, steps, num_envs, state_shape, device, slots=None):
+        self.slots = slots or steps + num_envs
         self.steps, self.num_envs, self.device = steps, num_envs, device
-        self.obs = observation_buffers(spec, slots, device)
-        self.state = torch.zeros(slots, *state_shape, device=device)  # recurrent state before the step
-        self.prev_action = torch.zeros(slots, spec.action_numbers, dtype=action_dtype(spec), device=device)
+        self.carried = 0  # records that the previous rollout left open
+        self.obs = observation_buffers(spec, self.slots, device)
+        self.state = torch.zeros(self.slots, *state_shape, device=device)  # recurrent state before the step
+        self.prev_action = torch.zeros(self.slots, spec.action_numbers, dtype=action_dtype(spec), device=device)
         self.action = torch.zeros_like(self.prev_action)
-        self.log_prob = torch.zeros(slots, device=device)
-        self.value = torch.zeros(slots, device=device)
-        self.final_value = torch.zeros(slots, device=device)  # value of the final observation, where truncated
-        self.env = np.zeros(slots, np.int64)
-        self.version = np.zeros(slots, np.int64)  # of the policy that chose the action
-        self.first = np.zeros(slots, bool)  # first step of an episode: the memory was reset before it
-        self.reward = np.zeros(slots, np.float32)
-        self.terminated = np.zeros(slots, bool)
-        self.truncated = np.zeros(slots, bool)
-        self.complete = np.zeros(slots, bool)
-        self.size = 0  # slots in use
-        self.carried = 0  # of them, records that the previous rollout left open
+        self.log_prob = torch.zeros(self.slots, device=device)
+        self.value = torch.zeros(self.slots, device=device)
+        self.final_value = torch.zeros(self.slots, device=device)  # value of the final observation, where truncated
+        # `version`: of the policy that chose the action; `first`: step of an episode, the memory was reset before it
+        integers = {name: torch.zeros(self.slots, dtype=torch.int64) for name in ("env", "version")}
+        flags = {
+            name: torch.zeros(self.slots, dtype=torch.bool) for name in ("first", "terminated", "truncated", "complete")
+        }
+        counts = ("size", "num_complete", "policy_version", "batches", "served")
+        seconds = ("waiting_sec", "inference_sec", "simulation_sec")  # spent since `describe_rollout` asked last
+        super().__init__(
+            **integers,
+            **flags,
+            reward=torch.zeros(self.slots),
+            result=torch.zeros(self.slots, 2 + len(spec.metrics), dtype=torch.float64),  # where an episode ended
+            **{name: torch.zeros((), dtype=torch.int64) for name in counts},
+            **{name: torch.zeros((), dtype=torch.float64) for name in seconds},
+        )
 
     def columns(self):
         """Every tensor and array that has one entry for each slot."""
-        return [*self.obs.values(), *(v for v in vars(self).values() if isinstance(v, (torch.Tensor, np.ndarray)))]
+        values = [*self.obs.values(), *(v for v in vars(self).values() if isinstance(v, (torch.Tensor, np.ndarray)))]
+        return [column for column in values if column.ndim]
+
+
+class Trajectories(Rollout):
+    """Pool of P trajectories for --sampler async: T + 1 slots each, T complete records and one for the bootstrap value.
+
+    3 N of them: N are being filled, N wait, and N are being learned from. When all are taken, environments wait.
+    """
+
+    def __init__(self, spec, steps, num_envs, state_shape, device):
+        self.length = steps // num_envs + 1
+        super().__init__(spec, steps, num_envs, state_shape, device, 3 * num_envs * self.length)
+        self.host["free_P"] = torch.ones(3 * num_envs, dtype=torch.bool)
+        self.__setstate__({})
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -875,10 +963,13 @@ class Rollout:
 
 
 class EnvironmentRow:
-    """One environment, and its row in the transfer tensors. Lives in a worker process, or in the main process."""
+    """One environment, and its row in the transfer tensors. Lives in a worker process, or where requests are served."""
 
     def __init__(self, row, options, split, spec, transfer, frames=None):
-        self.row, self.options, self.split, self.spec, self.out = row, options, split, spec, transfer.numpy()
+        self.row, self.options, self.split, self.spec, self.out = row, options, split, spec, transfer
+        self.observations = {
+            field: {key: part.numpy() for key, part in getattr(transfer, field).items()} for field in ("obs", "final_obs")
+        }
         self.frames = frames  # a list that collects pictures, or None
         self.env = make_env(options, split, None if frames is None else "rgb_array")
         self.delay_rng = np.random.default_rng([options.seed, row, 1])
@@ -890,7 +981,7 @@ class EnvironmentRow:
         self.reset()
         for action_A in actions:
             self.step(action_A)
-            if self.out["first"][self.row]:  # a simulator that is not deterministic: go on from its new episode
+            if self.out.first[self.row]:  # a simulator that is not deterministic: go on from its new episode
                 break
 
     def reset(self):
@@ -902,15 +993,15 @@ class EnvironmentRow:
         observation, _ = self.env.reset(seed=seed)
         self.render()
         self.write("obs", observation)
-        self.out["first"][self.row], self.out["episode"][self.row] = True, self.episode
+        self.out.first[self.row], self.out.episode[self.row] = True, self.episode
 
     def answer(self):
         """Take the action that the row holds, and put the answer there."""
         began = time.perf_counter()
         if self.options.sim_latency:
             self.sleep()
-        self.step(self.out["action"][self.row])
-        self.out["step_sec"][self.row] = time.perf_counter() - began
+        self.step(self.out.action[self.row])
+        self.out.step_began[self.row], self.out.step_sec[self.row] = began, time.perf_counter() - began
 
     def step(self, action_A):
         """Step, write the answer into the row, and reset if the episode ended.
@@ -925,11 +1016,11 @@ class EnvironmentRow:
         self.total_reward += float(reward)
         if not math.isfinite(reward):
             raise ValueError(f"reward is {reward}")
-        out["reward"][row], out["first"][row] = reward, False
-        out["terminated"][row], out["truncated"][row] = terminated, truncated and not terminated
+        out.reward[row], out.first[row] = reward, False
+        out.terminated[row], out.truncated[row] = terminated, truncated and not terminated
         if terminated or truncated:
-            out["result"][row] = [self.total_reward, self.length, *(info.get(name, np.nan) for name in self.spec.metrics)]
-            if out["truncated"][row]:
+            out.result[row] = [self.total_reward, self.length, *(info.get(name, np.nan) for name in self.spec.metrics)]
+            if out.truncated[row]:
                 self.write("final_obs", observation)
             self.reset()
         else:
@@ -938,7 +1029,7 @@ class EnvironmentRow:
     def write(self, field, observation):
         """Copy an observation into the row. Raises ValueError if it holds infinities or NaN."""
         for key, leaf in flatten(observation).items():
-            target = self.out[field][key]
+            target = self.observations[field][key]
             target[self.row] = leaf
             if target.dtype == np.float32 and not np.isfinite(target[self.row]).all():
                 raise ValueError(f"observation {key!r} is not finite")
@@ -966,58 +1057,169 @@ class EnvironmentRow:
 ANNOUNCE_SEC = 0.002  # an answer waits at most this long for its siblings in the same worker: one write for all of them
 
 
-def worker_process(rows, options, split, spec, transfer, announce, commands, starts):
+def worker_process(group, commands, rows, options, split, spec, transfer, starts):
     """Body of a worker process: step the environments `rows` whenever actions for them arrive.
 
-    Ends when the main process closes the command pipe or dies (end of file either way). A failure is announced as the
-    negative number -1 - row; its text lies in that row of `transfer.error`.
+    Ends when the main process closes the command pipe or dies (end of file either way). With several rows this is double-
+    buffered sampling (Sample Factory, section 3.2) whenever inference is slow: while one row's action is being computed,
+    the worker steps another.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):  # both reach the whole process group; the main process decides
-        signal.signal(number, signal.SIG_IGN)
-    torch.set_num_threads(1)
-    row = rows[0]
-    environments = {}
-    with contextlib.suppress(BrokenPipeError):
-        try:
-            for row in rows:
-                environments[row] = environment = EnvironmentRow(row, options, split, spec, transfer)
-                environment.start(*starts[row])
-                write_rows(announce, [row])
-            while wanted := read_rows(commands):
-                answered, since = [], time.perf_counter()
-                for row in wanted:
-                    environments[row].answer()
-                    answered.append(row)
-                    if time.perf_counter() - since > ANNOUNCE_SEC or row == wanted[-1]:
-                        write_rows(announce, answered)
-                        answered, since = [], time.perf_counter()
-        except Exception:
-            text = environments[row].failure() if row in environments else f"environment {row}:\n{traceback.format_exc()}"
-            encoded = torch.frombuffer(bytearray(text.encode()[-8000:]), dtype=torch.uint8)
-            transfer.error[row, : len(encoded)] = encoded
-            write_rows(announce, [-1 - row])
+    row, environments = rows[0], {}
+    try:
+        for row in rows:
+            environments[row] = environment = EnvironmentRow(row, options, split, spec, transfer)
+            environment.start(*starts[row])
+            write_numbers(group.announce, [row])
+        while wanted := read_numbers(commands):
+            answered, since = [], time.perf_counter()
+            for row in wanted:
+                environments[row].answer()
+                answered.append(row)
+                if time.perf_counter() - since > ANNOUNCE_SEC or row == wanted[-1]:
+                    write_numbers(group.announce, answered)
+                    answered, since = [], time.perf_counter()
+    except BrokenPipeError:  # the main process is gone
+        pass
+    except Exception:
+        group.fail(row, environments[row].failure() if row in environments else f"{row}:\n{traceback.format_exc()}")
     for environment in environments.values():
         environment.env.close()
 
 
-def write_rows(pipe, rows):
-    """One write of row numbers: atomic up to PIPE_BUF bytes, however many processes write to this pipe."""
-    os.write(pipe.fileno(), array("i", rows))
+def write_numbers(pipe, numbers):
+    """One write of several numbers: atomic up to PIPE_BUF bytes, however many processes write to this pipe."""
+    os.write(pipe.fileno(), array("i", numbers))
 
 
-def read_rows(pipe):
-    """All row numbers that lie in the pipe, at least one; [] at its end. Waits for the other side, for ever if need be:
-    the main process never does (it polls first), and a worker has nothing else to do."""
-    return array("i", os.read(pipe.fileno(), 1 << 16)).tolist()
+def read_numbers(pipe, most=1 << 14):
+    """The numbers that lie in the pipe, at least one; [] at its end. Waits for the other side, for ever if need be:
+    the main process never does (it polls first), and the others have nothing else to do."""
+    return array("i", os.read(pipe.fileno(), 4 * most)).tolist()
+
+
+class ProcessGroup(Shared):
+    """Processes that one starts, hears of through one common pipe, and ends by closing their command pipes.
+
+    A process announces what it has done as a number, and a failure as -1 - number; the text lies in `error`.
+    """
+
+    def __init__(self, num_numbers, start_method=None):
+        # The fork server is as clean as spawn (no CUDA context, no threads are inherited) but imports torch only once.
+        methods = mp.get_all_start_methods()
+        self.context = mp.get_context(start_method or ("forkserver" if "forkserver" in methods else "spawn"))
+        self.context.set_forkserver_preload(["torch", "gymnasium", "tyro", "tqdm"])
+        self.announced, self.announce = self.context.Pipe(duplex=False)
+        os.set_blocking(self.announced.fileno(), False)  # of several processes that wake, one gets the numbers
+        self.commands, self.processes = [], []
+        super().__init__(error=torch.zeros(num_numbers, 8192, dtype=torch.uint8))
+        self.share()
+
+    def __getstate__(self):
+        private = ("processes", "context", "poller")
+        return {name: value for name, value in super().__getstate__().items() if name not in private}
+
+    def __setstate__(self, state):
+        vars(self).update({"processes": []} | state)
+        super().__setstate__({})
+        self.poller = select.poll()
+        self.poller.register(self.announced, select.POLLIN)
+
+    def start(self, name, function, commands, *args):
+        """Start function(group, commands, *args) in a new process."""
+        group = copy.copy(self)
+        group.commands = []  # or the pipes would not end with this process
+        args = (function, group, commands, *args)
+        process = self.context.Process(target=process_body, args=args, name=name, daemon=True)
+        process.start()
+        self.processes.append(process)
+        self.poller.register(process.sentinel, select.POLLIN)
+
+    def fail(self, number, text):
+        """Called in a process: announce its failure."""
+        encoded = np.frombuffer(text.encode()[-8000:], np.uint8)
+        self.error[number, : len(encoded)] = encoded
+        write_numbers(self.announce, [-1 - number])
+
+    def receive(self, timeout_sec):
+        """Numbers that were announced; waits for the first at most `timeout_sec` and then returns [].
+
+        Raises EnvironmentFailure if one is a failure or a process has died.
+        """
+        if timeout_sec < 0.01:  # poll() counts whole milliseconds
+            ready = select.select([self.announced.fileno()], [], [], timeout_sec)[0]
+        else:
+            ready = [descriptor for descriptor, _ in self.poller.poll(timeout_sec * 1000)]
+        numbers = []
+        if self.announced.fileno() in ready:
+            with contextlib.suppress(BlockingIOError):
+                numbers = read_numbers(self.announced)
+        elif ready:
+            multiprocessing.connection.wait([process.sentinel for process in self.processes], timeout=5)
+            self.check()
+        for number in numbers:
+            if number < 0:
+                raise EnvironmentFailure(bytes(self.error[-1 - number]).rstrip(b"\0").decode(errors="replace"))
+        return numbers
+
+    def check(self):
+        """Raises EnvironmentFailure if a process has died."""
+        for process in self.processes:
+            if process.exitcode is not None:
+                raise EnvironmentFailure(f"{process.name} died with exit code {process.exitcode}")
+
+    def close(self):
+        """End all processes: they leave at the end of their command pipe; who has not left after 5 s is killed."""
+        for command in self.commands:
+            command.close()
+        deadline = time.monotonic() + 5
+        for process in self.processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+            if process.is_alive():
+                process.kill()
+                process.join(5)
+
+
+def process_body(function, group, *args):
+    """What all processes have in common. Ctrl-C and SIGTERM reach the whole process group: the main process decides."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    torch.set_num_threads(1)
+    function(group, *args)
+
+
+class Workers(ProcessGroup):
+    """The worker processes, seen from who serves requests. Row numbers go out by `send` and come back by `receive`."""
+
+    def __init__(self, options, split, spec, transfer, starts, start_method=None):
+        super().__init__(options.num_envs, start_method)
+        transfer.share()
+        self.num_workers = count_workers(options)
+        for worker in range(self.num_workers):
+            rows = list(range(worker, options.num_envs, self.num_workers))
+            commands, command = self.context.Pipe(duplex=False)
+            mine = {row: starts[row] for row in rows}
+            name = f"worker {worker} (environments {rows})"
+            self.start(name, worker_process, commands, rows, options, split, spec, transfer, mine)
+            commands.close()
+            self.commands.append(command)
+
+    def send(self, rows):
+        """Tell the workers that the actions of these rows are in place."""
+        rows_of = {}
+        for row in rows:
+            rows_of.setdefault(row % self.num_workers, []).append(row)
+        for worker, mine in rows_of.items():
+            with contextlib.suppress(BrokenPipeError):  # a dead worker is reported by the next `receive`
+                write_numbers(self.commands[worker], mine)
 
 
 class InlineWorkers:
-    """All environments in the main process (--num-workers 0): same interface as Workers, deterministic order."""
+    """All environments where requests are served (--num-workers 0): same interface as Workers, deterministic order."""
 
-    def __init__(self, options, split, spec, starts, frames=None):
-        self.transfer, self.answered = Transfer(spec, options.num_envs), []
+    def __init__(self, options, split, spec, transfer, starts, frames=None):
+        self.answered = []
         rows = range(options.num_envs)
-        self.environments = [EnvironmentRow(row, options, split, spec, self.transfer, frames) for row in rows]
+        self.environments = [EnvironmentRow(row, options, split, spec, transfer, frames) for row in rows]
         for environment, start in zip(self.environments, starts):
             self.guard(environment, environment.start, *start)
 
@@ -1039,174 +1241,155 @@ class InlineWorkers:
         rows, self.answered = self.answered, []
         return rows
 
+    def check(self):
+        """Nothing here can die by itself."""
+
     def close(self):
         for environment in self.environments:
             environment.env.close()
 
 
-class Workers:
-    """The worker processes, seen from the main process. Row numbers go out by `send` and come back by `receive`."""
-
-    def __init__(self, options, split, spec, starts, start_method=None):
-        # The fork server is as clean as spawn (no CUDA context, no threads are inherited) but imports torch only once.
-        methods = mp.get_all_start_methods()
-        context = mp.get_context(start_method or ("forkserver" if "forkserver" in methods else "spawn"))
-        context.set_forkserver_preload(["torch", "gymnasium", "tyro", "tqdm"])
-        self.transfer = Transfer(spec, options.num_envs)
-        self.num_workers = count_workers(options)
-        self.announced, announce = context.Pipe(duplex=False)
-        self.commands, self.processes = [], []
-        self.poller = select.poll()
-        self.poller.register(self.announced, select.POLLIN)
-        for worker in range(self.num_workers):
-            rows = list(range(worker, options.num_envs, self.num_workers))
-            commands, command = context.Pipe(duplex=False)
-            mine = {row: starts[row] for row in rows}
-            args = (rows, options, split, spec, self.transfer, announce, commands, mine)
-            process = context.Process(target=worker_process, args=args, name=f"ver-worker-{worker}", daemon=True)
-            process.start()
-            commands.close()
-            self.commands.append(command)
-            self.processes.append(process)
-            self.poller.register(process.sentinel, select.POLLIN)
-        announce.close()  # now the pipe ends when the last worker does
-
-    def send(self, rows):
-        """Tell the workers that the actions of these rows are in place."""
-        rows_of = {}
-        for row in rows:
-            rows_of.setdefault(row % self.num_workers, []).append(row)
-        for worker, mine in rows_of.items():
-            with contextlib.suppress(BrokenPipeError):  # a dead worker is reported by the next `receive`
-                write_rows(self.commands[worker], mine)
-
-    def receive(self, timeout_sec):
-        """Rows that have answered; waits for the first at most `timeout_sec` and then returns [].
-
-        Raises EnvironmentFailure if an environment raised or a worker died.
-        """
-        if timeout_sec < 0.01:  # poll() counts whole milliseconds
-            ready = select.select([self.announced.fileno()], [], [], timeout_sec)[0]
-        else:
-            ready = [descriptor for descriptor, _ in self.poller.poll(timeout_sec * 1000)]
-        if not ready:
-            return []
-        rows = read_rows(self.announced) if self.announced.fileno() in ready else []
-        for row in rows:
-            if row < 0:
-                raise EnvironmentFailure(bytes(self.transfer.error[-1 - row]).rstrip(b"\0").decode(errors="replace"))
-        if not rows:  # the pipe's end or a sentinel: a worker has ended
-            multiprocessing.connection.wait([process.sentinel for process in self.processes], timeout=5)
-            dead = next(worker for worker, process in enumerate(self.processes) if process.exitcode is not None)
-            environments, code = list(range(dead, len(self.transfer.first), self.num_workers)), self.processes[dead].exitcode
-            raise EnvironmentFailure(f"worker {dead} (environments {environments}) died with exit code {code}")
-        return rows
-
-    def close(self):
-        """End all workers: they leave at the end of their command pipe; who has not left after 5 s is killed."""
-        for command in self.commands:
-            command.close()
-        deadline = time.monotonic() + 5
-        for process in self.processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-            if process.is_alive():
-                process.kill()
-                process.join(5)
-
-
-def start_workers(options, split, spec, starts=None, frames=None):
+def start_workers(options, split, spec, transfer, starts=None, frames=None):
     """Environments of one split, in worker processes or (--num-workers 0) here. `starts`: (episode, actions to repeat)."""
     starts = starts or [(0, [])] * options.num_envs
     if count_workers(options):
-        return Workers(options, split, spec, starts)
-    return InlineWorkers(options, split, spec, starts, frames)
+        return Workers(options, split, spec, transfer, starts)
+    return InlineWorkers(options, split, spec, transfer, starts, frames)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Dynamic batching and inference
 # ----------------------------------------------------------------------------------------------------------------------
 
+REPLAY_LIMIT = 10_000  # actions; an episode that is longer starts anew when a run is resumed
 
-class Collector:
-    """What collection has to remember between two inference batches, and from one rollout to the next."""
 
-    def __init__(self, workers, policy, spec, options, device, stop):
+class Collector(Shared):
+    """What collection remembers from one inference batch to the next; shared by all who serve requests.
+
+    `lock` guards it for moments only, never during inference or a wait. The state and the action before an environment's
+    next step are written without it: they belong to whoever serves that environment's request.
+    """
+
+    def __init__(self, workers, transfer, policy, spec, options, device, stop):
         num_envs, self.stop = options.num_envs, stop
-        self.workers, self.timeout_sec = workers, options.env_timeout
+        self.workers, self.transfer, self.timeout_sec = workers, transfer, options.env_timeout
         self.least, self.most = options.min_requests, options.max_requests
-        self.waiting = []  # rows that have answered and wait for inference, first come first served
-        self.unsent = []  # rows whose action the end of the last rollout held back
-        self.open_slot_N = np.full(num_envs, -1)  # the slot of each environment's open record; -1: none
+        self.needed = num_envs if options.sampler == "sync" else 1  # requests without which nothing is inferred
+        self.quota = options.rollout_steps if options.sampler == "ver" else options.num_steps  # steps of one environment
+        self.alone = options.num_inference_workers == 1
+        self.lock, self.trace = contextlib.nullcontext(), None
+        self.inference_sec = 1e-3  # of one batch, running mean
         self.state_N = torch.zeros(num_envs, *policy.state_shape, device=device)  # before the environment's next step
         self.prev_action_N = torch.zeros(num_envs, spec.action_numbers, dtype=action_dtype(spec), device=device)
-        self.transfer, self.shared = workers.transfer, workers.transfer.numpy()  # the same rows, for torch and for numpy
-        self.version = 0  # of the policy: updates so far
-        self.episode_N = np.zeros(num_envs, np.int64)
-        self.actions_N = [[] for _ in range(num_envs)]  # sent since the episode began: what a resumed run repeats
-        self.inference_sec = 1e-3  # of one batch, running mean
-        self.seconds = {"waiting": 0.0, "inference": 0.0}
-        self.batches = 0
-        self.results = []  # of the episodes that ended in this rollout: return, length, metrics
+        integers = ("request_N", "steps_N", "episode_N", "sent_N")
+        super().__init__(
+            open_slot_N=torch.full((num_envs,), -1),  # the slot of each environment's open record; -1: none
+            held_N=torch.zeros(num_envs, dtype=torch.bool),  # its open record is a bootstrap value: no action was sent
+            # request_N: in which order the environments that wait for inference have answered, 0: does not wait
+            # steps_N: complete steps in this rollout (or trajectory)
+            # episode_N, sent_N, history_NTA: actions sent since the episode began, which a resumed run repeats
+            **{name: torch.zeros(num_envs, dtype=torch.int64) for name in integers},
+            history_NTA=torch.zeros(num_envs, REPLAY_LIMIT, spec.action_numbers, dtype=action_dtype(spec)),
+            requests=torch.zeros((), dtype=torch.int64),  # so far
+            version=torch.zeros((), dtype=torch.int64),  # of the policy: updates so far
+            heard=torch.tensor(time.perf_counter(), dtype=torch.float64),  # when requests were served last
+        )
+
+    def __getstate__(self):
+        return super().__getstate__() | {"stop": None}
+
+    def count_update(self):
+        """The policy that acts has learned."""
+        self.version += 1
 
     def skip_episodes(self):
         """Let a resumed run begin new episodes everywhere, past the one that failed, in its course or at its reset."""
         self.episode_N += 2
-        self.actions_N = [[] for _ in self.actions_N]
+        self.sent_N[:] = 0
+
+    def environments(self):
+        """For each environment its episode, and the actions sent since that began; none and the next if too many."""
+        too_long_N = self.sent_N > REPLAY_LIMIT
+        lengths = np.where(too_long_N, 0, self.sent_N)
+        episodes = (self.episode_N + too_long_N).tolist()
+        return [
+            (episode, torch.from_numpy(actions[:n].copy()))
+            for episode, actions, n in zip(episodes, self.history_NTA, lengths)
+        ]
 
     def restore(self, saved):
         """Go on where a checkpoint was written; the workers have repeated the episodes' actions."""
-        self.version = saved["version"]
+        self.version[...] = saved["version"]
         self.state_N.copy_(saved["state"])
         self.prev_action_N.copy_(saved["prev_action"])
         for row, (episode, actions) in enumerate(saved["environments"]):
-            self.episode_N[row], self.actions_N[row] = episode, list(actions)
+            self.episode_N[row], self.sent_N[row] = episode, len(actions)
+            self.history_NTA[row, : len(actions)] = actions
         torch.set_rng_state(saved["torch_rng"])
         if saved["cuda_rng"] is not None:
             torch.cuda.set_rng_state(saved["cuda_rng"], self.state_N.device)
 
 
-REPLAY_LIMIT = 10_000  # actions; an episode that is longer starts anew when a run is resumed
-
-
-def take_requests(collector, limit):
-    """Dynamic batching (VER section 2.1): the rows of all outstanding requests, at most `limit` and --max-requests.
+def await_requests(collector):
+    """Wait until there are requests: dynamic batching (VER section 2.1) takes whatever has come; `sync` waits for all N.
 
     If there are fewer than --min-requests, wait for more, but only half an inference time: that long, one larger batch is
-    cheaper than two small ones. If there is none, wait up to --env-timeout, then raise EnvironmentFailure. Raises
-    Interrupted after Ctrl-C or SIGTERM.
+    cheaper than two small ones. Raises EnvironmentFailure if there is none within --env-timeout, and Interrupted after
+    Ctrl-C or SIGTERM. Where several serve requests, returns after a moment even if there are none: another one may have
+    ended the rollout.
     """
     began = time.perf_counter()
     receive(collector, 0)
-    while not collector.waiting:
-        receive(collector, 1.0)
-        if not collector.waiting and time.perf_counter() - began > collector.timeout_sec:
+    while np.count_nonzero(collector.request_N) < collector.needed:
+        receive(collector, 1.0 if collector.alone else 0.005)
+        if not collector.request_N.any() and time.perf_counter() - collector.heard > collector.timeout_sec:
             awaited = np.flatnonzero(collector.open_slot_N >= 0).tolist() or "all"
             message = f"no environment has answered for {collector.timeout_sec:.0f} s (--env-timeout); awaited: {awaited}"
             raise EnvironmentFailure(message)
+        if not collector.alone:
+            break
     deadline = time.perf_counter() + collector.inference_sec / 2
-    while len(collector.waiting) < min(collector.least, limit) and (left_sec := deadline - time.perf_counter()) > 0:
+    while np.count_nonzero(collector.request_N) < collector.least and (left_sec := deadline - time.perf_counter()) > 0:
         receive(collector, left_sec)
-    collector.seconds["waiting"] += time.perf_counter() - began
-    number = min(limit, collector.most)
-    rows, collector.waiting = collector.waiting[:number], collector.waiting[number:]
-    return rows
+    return time.perf_counter() - began
 
 
 def receive(collector, timeout_sec):
-    """Put the rows that have answered on the waiting list. A signal comes before the failures that it may cause."""
+    """Note the requests of environments that have answered. A signal comes before the failures that it may cause."""
     try:
-        collector.waiting += collector.workers.receive(timeout_sec)
+        rows = collector.workers.receive(timeout_sec)
     finally:
         collector.stop.check()
+    if rows:
+        with collector.lock:
+            note_requests(collector, rows)
+
+
+def note_requests(collector, rows):
+    """These rows wait for inference, behind all who wait already."""
+    collector.request_N[rows] = collector.requests + 1 + np.arange(len(rows))
+    collector.requests += len(rows)
+
+
+def take_requests(collector, limit):
+    """The rows of all outstanding requests in order of arrival, at most `limit` and --max-requests; none if too few."""
+    rows = np.flatnonzero(collector.request_N)
+    if len(rows) < collector.needed:
+        return rows[:0]
+    rows = rows[np.argsort(collector.request_N[rows])][: min(limit, collector.most)]
+    collector.request_N[rows] = 0
+    collector.heard[...] = time.perf_counter()
+    return rows
 
 
 def infer(policy, collector, rows, source="obs"):
     """One batched step of the policy for these rows: ((observation, state, previous action) before it, distribution,
     value_B, state after it). The `source` `final_obs` asks about the end of a truncated episode, not the start of the next.
     """
-    index_B, device = torch.as_tensor(rows), collector.state_N.device
+    index_B, device = torch.from_numpy(rows), collector.state_N.device
     obs = {key: part[index_B].to(device) for key, part in getattr(collector.transfer, source).items()}
-    first_B = (collector.transfer.first[index_B] & (source == "obs")).to(device)
+    first_B = torch.from_numpy(collector.transfer.first[rows] & (source == "obs")).to(device)
     index_B = index_B.to(device)
     state_B, prev_action_B = collector.state_N[index_B] * ~first_B[:, None, None], collector.prev_action_N[index_B]
     with autocast(policy, device):
@@ -1225,123 +1408,348 @@ def autocast(policy, device):
 
 @torch.inference_mode()
 def collect_rollout(policy, rollout, collector):
-    """Collect exactly S complete steps from whichever environments deliver them (VER section 2.2).
+    """Collect exactly S complete steps (VER section 2.2), from whichever environments deliver them.
 
     Each pass: take the answered rows, complete their open records with the reward that arrived, infer, write new open
-    records, send the actions. In the last pass the new records only serve as bootstrap values: their actions are not
-    sent, and the updated policy will compute them again. Raises EnvironmentFailure.
+    records, send the actions. The new records of the last pass only serve as bootstrap values: their actions are not
+    sent, and the updated policy will compute them again. --sampler nover and sync hold back an environment's action so,
+    too, as soon as it has given T steps. Several processes may run this at once (--num-inference-workers). Raises
+    EnvironmentFailure.
     """
-    complete = 0
-    collector.seconds, collector.batches, collector.results = {"waiting": 0.0, "inference": 0.0}, 0, []
-    carry_over(rollout, collector)
-    collector.waiting = collector.unsent + collector.waiting
-    while complete < rollout.steps:
-        rows = take_requests(collector, limit=rollout.steps - complete)
+    while rollout.num_complete < rollout.steps:
+        waiting_sec = await_requests(collector)
         began = time.perf_counter()
-        complete += complete_records(policy, rollout, collector, rows)
-        slots, after_B = write_records(policy, rollout, collector, rows)
-        if complete < rollout.steps:
-            send_actions(rollout, collector, rows, slots, after_B)
-        seconds = time.perf_counter() - began
-        collector.inference_sec += 0.1 * (seconds - collector.inference_sec)
-        collector.seconds["inference"] += seconds
-        collector.batches += 1
-    collector.unsent = rows
+        with collector.lock:
+            rows = take_requests(collector, limit=rollout.steps - rollout.num_complete)
+            closed, slots = claim_slots(rollout, collector, rows)
+            held_B = collector.held_N[rows]
+        if len(rows):
+            bootstrap_truncated(policy, rollout, collector, rows, closed)
+            action_BA, after_B = write_records(policy, rollout, collector, rows, slots, rollout.policy_version)
+            if held_B.any():
+                sent_B = torch.from_numpy(~held_B)
+                rows, action_BA, after_B = rows[~held_B], action_BA[sent_B], after_B[sent_B]
+            send_actions(collector, rows, action_BA, after_B)
+        account(rollout, collector, len(held_B), waiting_sec, began)
+
+
+def claim_slots(rollout, collector, rows):
+    """Complete the rows' records and give each row the next slot for a new one; returns both. Under the lock: whoever
+    completes the S-th record ends the rollout, once."""
+    closed = complete_records(rollout, collector, rows)
+    slots = slice(int(rollout.size), int(rollout.size) + len(rows))
+    rollout.size += len(rows)
     collector.open_slot_N[rows] = np.arange(slots.start, slots.stop)
+    collector.held_N[rows] = (rollout.num_complete == rollout.steps) | (collector.steps_N[rows] >= collector.quota)
+    return closed, slots
 
 
-def carry_over(rollout, collector):
-    """Begin a rollout with the records whose actions are still in flight (VER section 2.2, "Inflight actions").
+def complete_records(rollout, collector, rows):
+    """Put the rewards and end flags that arrived into the rows' open records; returns the slots.
 
-    They keep the old policy's action, log-probability, value and version, which PPO's ratio accounts for; so nothing
-    that was simulated is lost. Records whose action was held back are dropped: they were only bootstrap values.
+    A row without an open record (slot -1) brings the first observation of all.
     """
-    collector.open_slot_N[collector.unsent] = -1
-    slots = np.sort(collector.open_slot_N[collector.open_slot_N >= 0])
-    for column in rollout.columns():
-        column[: len(slots)] = column[slots]
-    rollout.complete[:] = False
-    rollout.size = rollout.carried = len(slots)
-    collector.open_slot_N[rollout.env[: len(slots)]] = np.arange(len(slots))
-
-
-def complete_records(policy, rollout, collector, rows):
-    """Put the rewards and end flags that arrived into the rows' open records; returns how many there were.
-
-    A truncated episode would have gone on: its record gets the value of the final observation, computed with the memory
-    of that episode (Pardo et al. 2018). A row without open record brings its first observation.
-    """
-    shared = collector.shared
-    rows = np.asarray(rows)
-    slots = collector.open_slot_N[rows]
-    rows, slots = rows[slots >= 0], slots[slots >= 0]
-    for name in ("reward", "terminated", "truncated"):
-        getattr(rollout, name)[slots] = shared[name][rows]
+    closed = collector.open_slot_N[rows]
+    slots, rows = closed[closed >= 0], rows[closed >= 0]
+    for name in ("reward", "terminated", "truncated", "result"):
+        getattr(rollout, name)[slots] = getattr(collector.transfer, name)[rows]
     rollout.complete[slots] = True
-    ended = shared["first"][rows]
-    collector.results += shared["result"][rows[ended]].tolist()
-    truncated = shared["truncated"][rows]
+    rollout.num_complete += len(slots)
+    collector.steps_N[rows] += 1
+    rollout.simulation_sec += collector.transfer.step_sec[rows].sum()
+    if collector.trace:
+        for row, began, sec in zip(rows, collector.transfer.step_began[rows], collector.transfer.step_sec[rows]):
+            collector.trace.span("environments", row, "step", began, sec)
+    return closed
+
+
+def bootstrap_truncated(policy, rollout, collector, rows, closed):
+    """A truncated episode would have gone on: its last record gets the value of the final observation, computed with the
+    memory of that episode (Pardo et al. 2018)."""
+    truncated = collector.transfer.truncated[rows] & (closed >= 0)
     if truncated.any():
-        rollout.final_value[slots[truncated]] = infer(policy, collector, rows[truncated], "final_obs")[2]
-    return len(rows)
+        rollout.final_value[closed[truncated]] = infer(policy, collector, rows[truncated], "final_obs")[2]
 
 
-def write_records(policy, rollout, collector, rows):
-    """Infer, and write one new open record for each row; returns their slots and the recurrent states after the step."""
+def write_records(policy, rollout, collector, rows, slots, version):
+    """Infer, and write one new open record for each row; returns their actions and the recurrent states after the step."""
     (obs, state_B, prev_action_B), distribution, value_B, after_B = infer(policy, collector, rows)
-    slots = slice(rollout.size, rollout.size + len(rows))
     for key, part in obs.items():
         rollout.obs[key][slots] = part
     rollout.state[slots], rollout.prev_action[slots], rollout.value[slots] = state_B, prev_action_B, value_B
     action_BA = distribution.sample()
     rollout.action[slots], rollout.log_prob[slots] = action_BA, distribution.log_prob(action_BA)
     rollout.final_value[slots] = 0.0
-    rollout.env[slots], rollout.version[slots] = rows, collector.version
-    rollout.first[slots] = collector.shared["first"][rows]
-    rollout.size = slots.stop
-    return slots, after_B
+    rollout.env[slots], rollout.version[slots], rollout.complete[slots] = rows, version, False
+    rollout.first[slots] = collector.transfer.first[rows]
+    return action_BA, after_B
 
 
-def send_actions(rollout, collector, rows, slots, after_B):
-    """Send the actions of these open records: only now does the actor's memory move on."""
-    action_BA = rollout.action[slots]
-    index_B = torch.tensor(rows)
-    collector.transfer.action[index_B] = action_BA.to("cpu")
-    index_B = index_B.to(action_BA.device)
-    collector.state_N[index_B] = after_B
-    collector.prev_action_N[index_B] = action_BA
-    collector.open_slot_N[rows] = np.arange(slots.start, slots.stop)
-    first, episode = collector.shared["first"], collector.shared["episode"]
-    for row, action_A in zip(rows, collector.shared["action"][rows]):
-        if first[row]:
-            collector.episode_N[row], collector.actions_N[row] = episode[row], []
-        if len(collector.actions_N[row]) < REPLAY_LIMIT:
-            collector.actions_N[row].append(action_A)
-    collector.workers.send(rows)
+def send_actions(collector, rows, action_BA, after_B):
+    """Send the actions of these rows: only now does the actor's memory move on."""
+    index_B = torch.from_numpy(rows).to(action_BA.device)
+    action = action_BA.cpu().numpy()
+    collector.transfer.action[rows] = action
+    with collector.lock:  # a checkpoint sees memory and actions of the same moment
+        collector.state_N[index_B], collector.prev_action_N[index_B] = after_B, action_BA
+        begins = collector.transfer.first[rows]
+        collector.sent_N[rows[begins]] = 0
+        collector.episode_N[rows] = collector.transfer.episode[rows]
+        collector.history_NTA[rows, np.minimum(collector.sent_N[rows], REPLAY_LIMIT - 1)] = action
+        collector.sent_N[rows] += 1
+    collector.workers.send(rows.tolist())
 
 
-def check_rollout(rollout, version):
+def account(rollout, collector, batch_size, waiting_sec, began):
+    """Note what one pass took, for the log and for the trace."""
+    sec = time.perf_counter() - began
+    with collector.lock:
+        rollout.waiting_sec += waiting_sec
+        rollout.inference_sec += sec
+        rollout.batches += batch_size > 0
+        rollout.served += batch_size
+    if batch_size:
+        collector.inference_sec += 0.1 * (sec - collector.inference_sec)
+        if collector.trace:
+            collector.trace.span("inference", os.getpid(), f"batch of {batch_size}", began, sec)
+
+
+def carry_over(previous, rollout, collector):
+    """Begin a rollout with the records whose actions are still in flight (VER section 2.2, "Inflight actions").
+
+    They keep the old policy's action, log-probability, value and version, which PPO's ratio accounts for; so nothing
+    that was simulated is lost. Records whose action was held back are dropped: they were only bootstrap values, and their
+    environments wait for inference again. `previous` may be the same buffer.
+    """
+    held = np.flatnonzero(collector.held_N)
+    collector.open_slot_N[held], collector.held_N[:], collector.steps_N[:] = -1, False, 0
+    with collector.lock:
+        note_requests(collector, held)
+    slots = np.sort(collector.open_slot_N[collector.open_slot_N >= 0])
+    for old, new in zip(previous.columns(), rollout.columns()):
+        new[: len(slots)] = old[slots]
+    rollout.complete[:], rollout.num_complete[...], rollout.policy_version[...] = False, 0, collector.version
+    rollout.size[...] = rollout.carried = len(slots)
+    collector.open_slot_N[rollout.env[: len(slots)]] = np.arange(len(slots))
+    collector.heard[...] = time.perf_counter()
+
+
+@torch.inference_mode()
+def collect_trajectories(actors, pool, collector, finished):
+    """--sampler async: collect without end into trajectories of T steps (Sample Factory's APPO, section 3.1).
+
+    Before every batch the newest weights are taken. The numbers of finished trajectories go down the pipe `finished`, the
+    learner gives them back by `pool.free_P`; while none is free, environments that need one wait.
+    """
+    while True:
+        waiting_sec = await_requests(collector)
+        began, version = time.perf_counter(), int(collector.version)
+        with collector.lock:
+            rows, closed, slots = claim_trajectory_slots(pool, collector, take_requests(collector, collector.most))
+        if not len(rows):
+            time.sleep(0.001)
+            continue
+        policy = actors[version % 2]
+        bootstrap_truncated(policy, pool, collector, rows, closed)
+        action_BA, after_B = write_records(policy, pool, collector, rows, slots, version)
+        full = np.flatnonzero((closed >= 0) & (closed % pool.length == pool.length - 2))
+        for name in ("value", "env", "first", "version", "complete"):  # the last slot: bootstrap value, never complete
+            column = getattr(pool, name)
+            column[closed[full] + 1] = column[slots[full]]
+        send_actions(collector, rows, action_BA, after_B)  # from here on another process may complete the new records
+        account(pool, collector, len(rows), waiting_sec, began)
+        if len(full):
+            synchronize(pool.device)
+            write_numbers(finished, closed[full] // pool.length)
+
+
+def claim_trajectory_slots(pool, collector, rows):
+    """Complete the rows' records and give each row its next slot, in a new trajectory if the last one is full; returns the
+    rows, those slots and these. Under the lock. Rows for which no trajectory is free go on waiting."""
+    closed = collector.open_slot_N[rows]
+    begins = (closed < 0) | (closed % pool.length == pool.length - 2)
+    free = np.flatnonzero(pool.free_P)
+    served = ~begins | (np.cumsum(begins) <= len(free))
+    note_requests(collector, rows[~served])
+    rows, begins = rows[served], begins[served]
+    closed = complete_records(pool, collector, rows)
+    slots, new = closed + 1, free[: begins.sum()]
+    slots[begins], pool.free_P[new] = new * pool.length, False
+    collector.open_slot_N[rows] = slots
+    return rows, closed, slots
+
+
+def synchronize(device):
+    """What this process has written to CUDA memory is there for the others to read."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def check_rollout(rollout):
     """Every invariant of a finished rollout. Raises AssertionError that names the one that is broken (--debug)."""
-    size, env, complete, first = rollout.size, rollout.env, rollout.complete, rollout.first
-    used = np.arange(len(env)) < size
+    size, env, complete = int(rollout.size), rollout.env, rollout.complete
+    version, used = rollout.policy_version, np.arange(len(env)) < size
     assert complete[used].sum() == rollout.steps and not complete[~used].any(), "exactly T x N records are complete"
-    ended = rollout.terminated | rollout.truncated
     for e in range(rollout.num_envs):
         slots = np.flatnonzero(used & (env == e))
-        is_open = ~complete[slots]
-        assert not is_open[:-1].any() and (len(slots) == 0 or is_open[-1]), f"environment {e}: its last record alone is open"
-        assert (first[slots][1:] == ended[slots][:-1]).all(), f"environment {e}: an episode begins only where one ended"
-        assert (np.diff(rollout.version[slots]) >= 0).all(), f"environment {e}: versions do not go back"
+        check_records(rollout, slots, f"environment {e}")
         assert (slots < rollout.carried).sum() <= 1, f"environment {e}: one record at most was in flight"
     fresh = used & (np.arange(len(env)) >= rollout.carried)
     assert (rollout.version[fresh] == version).all(), "new records come from the current policy"
-    assert (rollout.version[: rollout.carried] < version).all(), "carried records come from older policies"
-    assert not (rollout.terminated & rollout.truncated)[used & complete].any(), "an episode ends in one way"
-    state = rollout.state[:size].flatten(1)
-    assert not state[torch.from_numpy(first[:size]).to(state.device)].any(), "memory is zero where an episode begins"
+    older = rollout.version[: rollout.carried] < max(1, version)  # before the first update, overlapping rollouts share one
+    assert older.all(), "carried records come from older policies"
+
+
+def check_records(rollout, slots, whose):
+    """Invariants of successive records of one environment, of which the last one is open."""
+    complete, first, terminated, truncated, version = (
+        getattr(rollout, name)[slots] for name in ("complete", "first", "terminated", "truncated", "version")
+    )
+    assert complete[:-1].all() and not complete[-1:].any(), f"{whose}: its last record alone is open"
+    assert (first[1:] == (terminated | truncated)[:-1]).all(), f"{whose}: an episode begins only where one ended"
+    assert (np.diff(version) >= 0).all(), f"{whose}: versions do not go back"
+    assert not (terminated & truncated)[complete].any(), f"{whose}: an episode ends in one way"
+    state = rollout.state[slots].flatten(1)
+    begins = torch.from_numpy(first & complete).to(state.device)
+    assert not state[begins].any(), f"{whose}: memory is zero where an episode begins"
     for name in ("log_prob", "value", "final_value", "action"):
-        assert torch.isfinite(getattr(rollout, name)[:size]).all(), f"{name} is finite"
-    assert np.isfinite(rollout.reward[used & complete]).all(), "reward is finite"
+        assert torch.isfinite(getattr(rollout, name)[slots]).all(), f"{whose}: {name} is finite"
+    assert np.isfinite(rollout.reward[slots][complete]).all(), f"{whose}: reward is finite"
+
+
+def check_trajectories(pool, records, version):
+    """Every invariant of finished trajectories (--sampler async). Raises AssertionError as check_rollout does."""
+    for slots in records.reshape(-1, pool.length):
+        whose = f"trajectory {slots[0] // pool.length}"
+        check_records(pool, slots, whose)
+        assert (pool.env[slots] == pool.env[slots[0]]).all(), f"{whose}: all records are of one environment"
+        assert pool.version[slots].max() <= version, f"{whose}: no record comes from a policy that is still to come"
+        assert not pool.free_P[slots[0] // pool.length], f"{whose}: nobody writes to it"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Inference workers
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class InferenceWorkers(ProcessGroup):
+    """Processes that serve requests while this one learns or waits (--num-inference-workers, --overlap, --sampler async).
+
+    They act by copies of the policy in shared memory. Of these there are two, and `publish` writes the one that nobody
+    reads: an update takes far longer than the inference of a batch.
+    """
+
+    def __init__(self, policy, rollouts, collector, spec, options, starts):
+        super().__init__(options.num_inference_workers)
+        self.policy, self.collector, self.num_workers = policy, collector, options.num_inference_workers
+        self.actors = [copy.deepcopy(policy).requires_grad_(False).share_memory() for _ in range(2)]
+        collector.lock = self.context.Lock()
+        commands, command = self.context.Pipe(duplex=False)  # one for all: whoever is free reads the next command
+        self.commands = [command]
+        for worker in range(self.num_workers):
+            args = (worker, self.actors, rollouts, collector, spec, options, starts)
+            self.start(f"inference worker {worker}", inference_process, commands, *args)
+        commands.close()
+
+    def __getstate__(self):  # what its processes need
+        private = ("policy", "collector", "actors")
+        return {name: value for name, value in super().__getstate__().items() if name not in private}
+
+    def publish(self):
+        """Let inference act by the weights that were just learned."""
+        with torch.no_grad():
+            self.actors[(self.collector.version + 1) % 2].load_state_dict(self.policy.state_dict())
+        synchronize(self.collector.state_N.device)
+        self.collector.version += 1
+
+    def collect(self, previous, rollout, number):
+        """Begin to collect into the rollout of this number."""
+        carry_over(previous, rollout, self.collector)
+        synchronize(rollout.device)
+        write_numbers(self.commands[0], [number] * self.num_workers)
+
+    def await_numbers(self, count):
+        """The next announcements, at least `count`. Raises EnvironmentFailure, and Interrupted after Ctrl-C or SIGTERM."""
+        numbers = []
+        while len(numbers) < count:
+            try:
+                numbers += self.receive(1.0)
+                self.collector.workers and self.collector.workers.check()
+            finally:
+                self.collector.stop.check()
+            if time.perf_counter() - self.collector.heard > self.collector.timeout_sec + 60:
+                raise EnvironmentFailure(f"inference has stood still for {self.collector.timeout_sec + 60:.0f} s")
+        return numbers
+
+
+class EndOfPipe:
+    """In an inference worker: Interrupted as soon as the main process has closed the command pipe, or has died."""
+
+    def __init__(self, commands):
+        self.poller = select.poll()
+        self.poller.register(commands, 0)  # no event but the hang-up, which is always reported
+
+    def check(self):
+        """Raises Interrupted if there will be no more commands."""
+        if self.poller.poll(0):
+            raise Interrupted(0)
+
+
+def inference_process(group, commands, worker, actors, rollouts, collector, spec, options, starts):
+    """Body of an inference worker: collect whenever a command arrives, by the very function that runs inline otherwise."""
+    collector.stop = EndOfPipe(commands)
+    collector.trace = Trace(options.trace) if options.trace else None
+    torch.manual_seed(episode_seed("train", options.seed, options.num_envs + worker, int(collector.version)))
+    try:
+        if collector.workers is None:
+            collector.workers = start_workers(options, "train", spec, collector.transfer, starts)
+        if options.sampler == "async":
+            collect_trajectories(actors, rollouts[0], collector, group.announce)
+        while command := read_numbers(commands, 1):
+            rollout = rollouts[command[0]]
+            collect_rollout(actors[rollout.policy_version % 2], rollout, collector)
+            synchronize(rollout.device)
+            write_numbers(group.announce, [worker])
+    except (Interrupted, BrokenPipeError):
+        pass
+    except Exception as error:
+        group.fail(worker, str(error) if isinstance(error, EnvironmentFailure) else traceback.format_exc())
+    if collector.trace:
+        collector.trace.flush()
+
+
+def inline_rollouts(policy, rollout, collector):
+    """This process is inference worker and learner by turns (VER appendix A.1): yields rollouts and their records."""
+    while True:
+        torch.set_num_threads(1)  # the workers want the cores now
+        carry_over(rollout, rollout, collector)
+        collect_rollout(policy, rollout, collector)
+        yield rollout, np.arange(rollout.size)
+
+
+def remote_rollouts(inference, rollouts):
+    """Inference workers collect. With two buffers (--overlap) they fill one while the learner uses the other: its gradients
+    are delayed by one rollout (HTS-RL, Liu et al. 2020)."""
+    for turn in itertools.count():
+        rollout, following = rollouts[turn % len(rollouts)], rollouts[(turn + 1) % len(rollouts)]
+        if turn == 0:
+            inference.collect(rollout, rollout, 0)
+        inference.await_numbers(inference.num_workers)
+        if following is not rollout:
+            inference.collect(rollout, following, (turn + 1) % 2)
+        yield rollout, np.arange(rollout.size)
+        if following is rollout:
+            inference.collect(rollout, rollout, 0)
+
+
+def finished_trajectories(inference, pool):
+    """--sampler async: yields the N trajectories that were finished first, whoever they are from, again and again."""
+    finished = []
+    while True:
+        finished += inference.await_numbers(pool.num_envs - len(finished))
+        numbers, finished = np.array(finished[: pool.num_envs]), finished[pool.num_envs :]
+        yield pool, (numbers[:, None] * pool.length + np.arange(pool.length)).ravel()
+        pool.free_P[numbers] = True
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -1427,8 +1835,40 @@ def compute_advantages(env, complete, reward, value, terminated, truncated, fina
                 next_value[e], next_advantage[e] = v_final if is_truncated else 0.0, 0.0
             delta = r + gamma * next_value[e] - v
             advantage_S[slot] = next_advantage[e] = delta + gamma * gae_lambda * next_advantage[e]
+        else:
+            next_advantage[e] = 0.0
         next_value[e] = v
     return advantage_S
+
+
+def vtrace(
+    env, complete, reward, value, terminated, truncated, final_value, ratio, gamma, gae_lambda, rho_max=1.0, c_max=1.0
+):
+    """V-trace (Espeholt et al. 2018, section 4.1): value targets for steps that older policies took (--sampler async).
+
+    As compute_advantages, with the probability `ratio` of each action under the policy that learns and the one that acted:
+    a temporal difference counts min(rho_max, ratio), and what follows a step counts min(c_max, ratio). Returns float32
+    targets and advantages. The advantages are not multiplied by the ratio, because PPO's objective is; with all ratios 1
+    they are those of compute_advantages.
+    """
+    num_envs = int(env.max()) + 1
+    next_value, next_excess = [0.0] * num_envs, [0.0] * num_envs  # excess: of the target over the value
+    columns = (env, complete, reward, value, terminated, truncated, final_value, ratio)
+    slots = list(zip(*(column.tolist() for column in columns)))
+    target_S, advantage_S = np.array(value, np.float32), np.zeros(len(slots), np.float32)
+    for slot in range(len(slots) - 1, -1, -1):
+        e, is_complete, r, v, is_terminated, is_truncated, v_final, rho = slots[slot]
+        if is_complete:
+            if is_terminated or is_truncated:
+                next_value[e], next_excess[e] = v_final if is_truncated else 0.0, 0.0
+            delta = r + gamma * next_value[e] - v
+            advantage_S[slot] = delta + gamma * gae_lambda * next_excess[e]
+            next_excess[e] = min(rho_max, rho) * delta + gamma * gae_lambda * min(c_max, rho) * next_excess[e]
+            target_S[slot] = v + next_excess[e]
+        else:
+            next_excess[e] = 0.0
+        next_value[e] = v
+    return target_S, advantage_S
 
 
 def importance_weights(env_S, complete_S, num_envs, maximum=1.0):
@@ -1482,49 +1922,86 @@ def ppo_loss(distribution, value_M, batch, log_ent_coef, options):
     return loss, {name: value.detach() for name, value in logs.items()}
 
 
-def learn(policy, optimizer, rollout, options):
-    """Update the policy from one rollout: --update-epochs passes over all mini-batches. Returns what to log.
-
-    Raises FloatingPointError if a gradient is not finite, before it touches a weight.
+def learn(policy, optimizer, rollout, records, options):
+    """Update the policy from these records of a rollout (slots, each environment's in time order): --update-epochs passes
+    over all mini-batches. Returns what to log. Raises FloatingPointError if a gradient is not finite, before it touches a
+    weight.
     """
-    device, size = rollout.device, rollout.size
-    columns = {name: getattr(rollout, name)[:size] for name in ("env", "complete", "reward", "terminated", "truncated")}
-    for name in ("value", "final_value"):
-        columns[name] = getattr(rollout, name)[:size].cpu().numpy()
-    advantage_S = compute_advantages(**columns, gamma=options.gamma, gae_lambda=options.gae_lambda)
-    complete_S, value_S = columns["complete"], columns["value"]
-    return_S = advantage_S + value_S
+    device = rollout.device
+    env_S, complete_S, first_S = rollout.env[records], rollout.complete[records], rollout.first[records]
+    order_S, begin_Q = find_sequences(env_S, first_S, complete_S)
+    targets = {"weight": np.ones(len(records), np.float32)}
+    if options.sampler == "async":
+        targets |= vtrace_targets(policy, rollout, records, order_S, begin_Q, options)
+    else:
+        columns = returns_columns(rollout, records)
+        targets["advantage"] = compute_advantages(**columns, gamma=options.gamma, gae_lambda=options.gae_lambda)
+        targets["return"] = targets["advantage"] + columns["value"]
+        targets["weight"] = importance_weights(env_S, complete_S, rollout.num_envs)
+    logs = {
+        "losses/explained_variance": explained_variance(rollout, records, targets["return"]),
+        "ver/importance_weight": float(targets["weight"][complete_S].mean()),
+    }
     if options.norm_adv:
-        advantage_S = (advantage_S - advantage_S[complete_S].mean()) / (advantage_S[complete_S].std() + 1e-8)
-    weight_S = importance_weights(columns["env"], complete_S, rollout.num_envs)
-    targets = {"advantage": advantage_S, "return": return_S, "weight": weight_S, "first": rollout.first[:size]}
+        advantage = targets["advantage"][complete_S]
+        targets["advantage"] = (targets["advantage"] - advantage.mean()) / (advantage.std() + 1e-8)
     targets = {name: torch.from_numpy(column).to(device) for name, column in targets.items()}
-    order_S, begin_Q = find_sequences(columns["env"], rollout.first[:size], complete_S)
-    logs = []
+    losses = []
     for _ in range(options.update_epochs):
         permutation_Q = torch.randperm(len(begin_Q)).numpy()
-        for slots_M, begin in cut_minibatches(order_S, begin_Q, permutation_Q, options.num_minibatches):
-            packed = pack_sequences(slots_M, begin)
-            logs.append(update_policy(policy, optimizer, rollout, targets, packed, options))
-    error = (return_S - value_S)[complete_S].var() / max(return_S[complete_S].var(), 1e-12)
-    means = {name: torch.stack([log[name] for log in logs]).mean().item() for name in logs[0]}
-    return {
-        **means,
-        "losses/explained_variance": 1 - float(error),
-        "ver/importance_weight": float(weight_S[complete_S].mean()),
-    }
+        for minibatch in cut_minibatches(order_S, begin_Q, permutation_Q, options.num_minibatches):
+            packed = pack_sequences(*minibatch)
+            losses.append(update_policy(policy, optimizer, rollout, records, targets, packed, options))
+    return logs | {name: torch.stack([loss[name] for loss in losses]).mean().item() for name in losses[0]}
 
 
-def update_policy(policy, optimizer, rollout, targets, packed, options):
-    """One optimizer step on one packed mini-batch."""
-    slots_M, batch_sizes, begin_slots_Q = packed
-    index_M = torch.from_numpy(slots_M).to(rollout.device)
-    batch = {name: column[index_M] for name, column in targets.items()}
-    batch |= {name: getattr(rollout, name)[index_M] for name in ("action", "log_prob", "prev_action")}
+def returns_columns(rollout, records):
+    """What compute_advantages and vtrace need to know of these records, as numpy arrays."""
+    names = ("env", "complete", "reward", "terminated", "truncated")
+    columns = {name: getattr(rollout, name)[records] for name in names}
+    index = torch.from_numpy(records).to(rollout.device)
+    return columns | {name: getattr(rollout, name)[index].cpu().numpy() for name in ("value", "final_value")}
+
+
+def explained_variance(rollout, records, return_S):
+    """1 - variance of the value's error / variance of the return: 1 is perfect, 0 as good as a constant."""
+    complete_S = rollout.complete[records]
+    value_S = rollout.value[torch.from_numpy(records).to(rollout.device)].cpu().numpy()
+    return float(1 - (return_S - value_S)[complete_S].var() / max(return_S[complete_S].var(), 1e-12))
+
+
+@torch.no_grad()
+def vtrace_targets(policy, rollout, records, order_S, begin_Q, options):
+    """V-trace with the ratios and values of the policy as it is before this update."""
+    columns = returns_columns(rollout, records)
+    log_prob = rollout.log_prob[torch.from_numpy(records).to(rollout.device)]
+    ratio = np.ones(len(records), np.float32)
+    for positions_M, begin in cut_minibatches(order_S, begin_Q, np.arange(len(begin_Q)), options.num_minibatches):
+        packed = pack_sequences(positions_M, begin)
+        index_M = torch.from_numpy(packed[0]).to(rollout.device)
+        distribution, value_M, batch = run_sequences(policy, rollout, records, packed)
+        columns["value"][packed[0]] = value_M.cpu()
+        ratio[packed[0]] = (distribution.log_prob(batch["action"]) - log_prob[index_M]).exp().cpu()
+    target_S, advantage_S = vtrace(**columns, ratio=ratio, gamma=options.gamma, gae_lambda=options.gae_lambda)
+    return {"return": target_S, "advantage": advantage_S}
+
+
+def run_sequences(policy, rollout, records, packed):
+    """The policy on packed sequences: distribution and value_M of their steps, and what the buffer holds of these."""
+    positions_M, batch_sizes, begin_Q = packed
+    index_M, index_Q = (torch.from_numpy(records[positions]).to(rollout.device) for positions in (positions_M, begin_Q))
+    batch = {name: getattr(rollout, name)[index_M] for name in ("action", "log_prob", "prev_action")}
     obs = {key: part[index_M] for key, part in rollout.obs.items()}
-    state_Q2LH = rollout.state[torch.from_numpy(begin_slots_Q).to(rollout.device)]
+    first_M = torch.from_numpy(rollout.first[records[positions_M]]).to(rollout.device)
     with autocast(policy, rollout.device):
-        distribution, value_M = policy.sequences(obs, batch["prev_action"], batch["first"], state_Q2LH, batch_sizes)
+        return *policy.sequences(obs, batch["prev_action"], first_M, rollout.state[index_Q], batch_sizes), batch
+
+
+def update_policy(policy, optimizer, rollout, records, targets, packed, options):
+    """One optimizer step on one packed mini-batch."""
+    distribution, value_M, batch = run_sequences(policy, rollout, records, packed)
+    index_M = torch.from_numpy(packed[0]).to(rollout.device)
+    batch |= {name: column[index_M] for name, column in targets.items()}
     loss, logs = ppo_loss(distribution, value_M, batch, policy.log_ent_coef, options)
     optimizer.zero_grad()
     loss.backward()
@@ -1550,23 +2027,19 @@ def save_checkpoint(path, policy, optimizer, collector, options, progress):
     Only tensors and plain types, so that it loads with weights_only=True and a foreign file can execute nothing.
     Environments are saved as seed and actions (`EnvironmentRow.start` repeats them).
     """
-    environments = []
-    for episode, actions in zip(collector.episode_N, collector.actions_N):
-        too_long = len(actions) >= REPLAY_LIMIT  # not repeated: a resumed run begins the next episode
-        environments.append((int(episode) + too_long, torch.from_numpy(np.array([] if too_long else actions))))
     content = {
         "format": CHECKPOINT_FORMAT,
         "options": asdict(options),
         "policy": policy.state_dict(),
         "optimizer": optimizer.state_dict(),
         "progress": progress,
-        "version": collector.version,
-        "environments": environments,
-        "state": collector.state_N,
-        "prev_action": collector.prev_action_N,
+        "version": int(collector.version),
         "torch_rng": torch.get_rng_state(),
         "cuda_rng": torch.cuda.get_rng_state(collector.state_N.device) if collector.state_N.is_cuda else None,
     }
+    with collector.lock:
+        content["environments"] = collector.environments()
+        content["state"], content["prev_action"] = collector.state_N.clone(), collector.prev_action_N.clone()
     temporary = path.with_suffix(".tmp")
     with open(temporary, "wb") as file:
         torch.save(content, file)
@@ -1663,20 +2136,74 @@ class Run:
         self.bar.update(step - self.bar.n)
 
 
-def describe_rollout(rollout, collector, learning_sec):
-    """What to log of one rollout: where the time went, batch sizes, and how uneven the environments were."""
-    steps_N = np.bincount(rollout.env[rollout.complete], minlength=rollout.num_envs)
-    seconds = {**collector.seconds, "learning": learning_sec}
-    return {
-        **{f"time/{name}_share": sec / sum(seconds.values()) for name, sec in seconds.items()},
-        "time/rollout_sec": collector.seconds["waiting"] + collector.seconds["inference"],
+class Trace:
+    """Timeline of a run in Chrome's trace event format, for ui.perfetto.dev. Every process appends its own spans to the
+    same file, whole lines by one write each; all clocks are the one of perf_counter. Ends after TRACE_SPANS spans."""
+
+    LANES = ("environments", "inference", "learner")
+
+    def __init__(self, path):
+        self.file, self.lines, self.left = open(path, "ab", buffering=0), [], TRACE_SPANS
+
+    def begin(self):
+        """Empty the file and name the lanes."""
+        self.file.truncate(0)
+        names = [{"ph": "M", "name": "process_name", "pid": i, "args": {"name": n}} for i, n in enumerate(self.LANES)]
+        self.file.write(("[\n" + ",\n".join(map(json.dumps, names))).encode())
+        return self
+
+    def span(self, lane, thread, name, began_sec, duration_sec):
+        """Something that took a while, in a lane's thread (environment, or process)."""
+        place = f'"pid": {self.LANES.index(lane)}, "tid": {thread}'
+        when = f'"ts": {1e6 * began_sec:.0f}, "dur": {1e6 * duration_sec:.0f}'
+        self.lines.append(f',\n{{"ph": "X", "name": "{name}", {place}, {when}}}')
+        if len(self.lines) >= 1000:
+            self.flush()
+
+    def flush(self):
+        """Append what has been noted."""
+        lines, self.lines = self.lines[: max(0, self.left)], []
+        self.left -= len(lines)
+        self.file.write("".join(lines).encode())
+
+    def close(self):
+        """Make the file valid JSON."""
+        self.flush()
+        self.file.write(b"\n]\n")
+        self.file.close()
+
+
+TRACE_SPANS = 100_000  # of each process; about 10 MB, and more than a viewer likes
+
+
+def describe_rollout(rollout, records, collector, options, learning_sec, cycle_sec):
+    """What to log of one cycle: where the time went, batch sizes, how uneven the environments and how old the data were."""
+    complete = records[rollout.complete[records]]
+    lag = collector.version - rollout.version[complete]
+    steps_N = np.bincount(rollout.env[complete], minlength=rollout.num_envs)
+    names = ("waiting_sec", "inference_sec", "simulation_sec", "batches", "served")
+    with collector.lock:
+        spent = {name: getattr(rollout, name).item() for name in names}
+        for name in names:
+            getattr(rollout, name)[...] = 0
+    rollout_sec = (spent["waiting_sec"] + spent["inference_sec"]) / options.num_inference_workers
+    logs = {
+        "time/waiting_share": spent["waiting_sec"] / options.num_inference_workers / cycle_sec,
+        "time/inference_share": spent["inference_sec"] / options.num_inference_workers / cycle_sec,
+        "time/learning_share": learning_sec / cycle_sec,
+        "time/rollout_sec": rollout_sec,
         "time/learning_sec": learning_sec,
-        "time/env_step_ms": 1000 * collector.shared["step_sec"].mean(),
-        "ver/batch_size": (rollout.size - rollout.carried) / collector.batches,
+        "time/env_step_ms": 1000 * spent["simulation_sec"] / max(1, spent["served"]),
+        "ver/batch_size": spent["served"] / max(1, spent["batches"]),
         "ver/steps_per_env_min": steps_N.min(),
         "ver/steps_per_env_max": steps_N.max(),
         "ver/carried_share": rollout.carried / rollout.steps,
+        "ver/policy_lag_mean": lag.mean(),
+        "ver/policy_lag_max": lag.max(),
     }
+    if workers := count_workers(options):
+        logs["time/worker_idle_share"] = max(0.0, 1 - spent["simulation_sec"] / max(rollout_sec, 1e-9) / workers)
+    return logs
 
 
 @torch.inference_mode()
@@ -1689,19 +2216,23 @@ def evaluate(policy, spec, options, frames=None):
     """
     num_envs = 1 if frames is not None else min(options.num_envs, options.eval_episodes)
     num_workers = 0 if frames is not None else min(count_workers(options), num_envs)
-    options = replace(options, seed=0, num_envs=num_envs, num_workers=num_workers, sim_latency=0.0)
-    left_N = [options.eval_episodes // num_envs + (row < options.eval_episodes % num_envs) for row in range(num_envs)]
+    options = replace(
+        options, seed=0, num_envs=num_envs, num_workers=num_workers, sim_latency=0.0, sampler="ver", num_inference_workers=1
+    )
+    left_N = options.eval_episodes // num_envs + (np.arange(num_envs) < options.eval_episodes % num_envs)
     device, results = next(policy.parameters()).device, []
-    with torch.random.fork_rng(), contextlib.closing(start_workers(options, "val", spec, frames=frames)) as workers:
+    transfer = Transfer(spec, num_envs)
+    with torch.random.fork_rng(), contextlib.closing(start_workers(options, "val", spec, transfer, None, frames)) as workers:
         torch.manual_seed(options.seed)
-        collector = Collector(workers, policy, spec, options, device, StopSignal())  # never entered: signals end us at once
+        stop = StopSignal()  # never entered: signals end us at once
+        collector = Collector(workers, transfer, policy, spec, options, device, stop)
         while len(results) < options.eval_episodes:
+            await_requests(collector)
             rows = take_requests(collector, limit=num_envs)
-            for row in rows:
-                if collector.shared["first"][row] and collector.open_slot_N[row] >= 0:
-                    results.append(collector.shared["result"][row].tolist())
-                    left_N[row] -= 1
-            if rows := [row for row in rows if left_N[row]]:
+            for row in rows[transfer.first[rows] & (collector.open_slot_N[rows] >= 0)]:
+                results.append(transfer.result[row].tolist())
+                left_N[row] -= 1
+            if len(rows := rows[left_N[rows] > 0]):
                 act(policy, collector, rows, options.greedy)
     return np.array(results)
 
@@ -1709,11 +2240,8 @@ def evaluate(policy, spec, options, frames=None):
 def act(policy, collector, rows, greedy):
     """Compute and send the actions of these rows without recording anything."""
     _, distribution, _, after_B = infer(policy, collector, rows)
-    action_BA = distribution.mode if greedy else distribution.sample()
-    collector.transfer.action[rows] = action_BA.to("cpu")
-    collector.state_N[rows], collector.prev_action_N[rows] = after_B, action_BA
+    send_actions(collector, rows, distribution.mode if greedy else distribution.sample(), after_B)
     collector.open_slot_N[rows] = 0  # an answer is awaited
-    collector.workers.send(rows)
 
 
 def report_evaluation(policy, spec, options, folder, writer=None, step=0):
@@ -1767,34 +2295,79 @@ def keep_freed_memory():
         mallopt(trim_threshold, 1 << 30)
 
 
-def update(policy, optimizer, rollout, collector, options, step):
-    """One cycle: collect a rollout, learn from it. Returns what to log of both."""
-    torch.set_num_threads(1)  # the workers want the cores now
-    collect_rollout(policy, rollout, collector)
-    if options.debug:
-        check_rollout(rollout, collector.version)
+def count_learner_threads(options):
+    """CPU threads while learning: all cores, at most 4; half of them if collection goes on meanwhile."""
+    if options.learner_threads != "auto":
+        return options.learner_threads
+    return min(4, max(1, count_cores() // 2) if options.overlapping else count_cores())
+
+
+def update(policy, optimizer, source, collector, options, step):
+    """One cycle: wait for a rollout and learn from it. Returns what to log, and the results of its episodes."""
     began = time.perf_counter()
-    torch.set_num_threads(min(4, count_cores()) if options.learner_threads == "auto" else options.learner_threads)
+    rollout, records = next(source)
+    if options.debug:
+        check_trajectories(rollout, records, collector.version) if options.sampler == "async" else check_rollout(rollout)
+    learning_began = time.perf_counter()
+    torch.set_num_threads(count_learner_threads(options))
+    learning_rate = learning_rate_at(step, options)
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate_at(step, options)
-    logs = learn(policy, optimizer, rollout, options)
-    collector.version += 1
-    logs |= describe_rollout(rollout, collector, time.perf_counter() - began)
-    return {**logs, "charts/learning_rate": learning_rate_at(step, options)}
+        group["lr"] = learning_rate
+    logs = learn(policy, optimizer, rollout, records, options) | {"charts/learning_rate": learning_rate}
+    ended = time.perf_counter()
+    if collector.trace:
+        collector.trace.span("learner", os.getpid(), "learning", learning_began, ended - learning_began)
+    logs |= describe_rollout(rollout, records, collector, options, ended - learning_began, ended - began)
+    last = records[rollout.complete[records] & (rollout.terminated | rollout.truncated)[records]]
+    return logs, rollout.result[last].tolist()
 
 
-def run_updates(run, policy, optimizer, spec, options, saved):
+def allocate(policy, spec, options, device):
+    """All buffers: transfer rows, collector and rollouts, in shared memory if other processes serve requests."""
+    transfer = Transfer(spec, options.num_envs)
+    collector = Collector(None, transfer, policy, spec, options, device, None)
+    kind = Trajectories if options.sampler == "async" else Rollout
+    sizes = (spec, options.rollout_steps, options.num_envs, policy.state_shape, device)
+    rollouts = [kind(*sizes) for _ in range(2 if options.overlap else 1)]
+    if options.remote:
+        for buffers in (transfer, collector, *rollouts):
+            buffers.share()
+    return collector, rollouts
+
+
+@contextlib.contextmanager
+def collection(policy, collector, rollouts, spec, options, starts):
+    """Start all processes that collecting needs. Yields an iterator over (rollout, records to learn from), and a function
+    that gives the weights to those who act; ends the processes."""
+    with contextlib.ExitStack() as stack:
+        trace = stack.enter_context(contextlib.closing(Trace(options.trace).begin())) if options.trace else None
+        if count_workers(options) or not options.remote:
+            workers = start_workers(options, "train", spec, collector.transfer, starts)
+            collector.workers = stack.enter_context(contextlib.closing(workers))
+        inference = None
+        if options.remote:
+            inference = InferenceWorkers(policy, rollouts, collector, spec, options, starts)
+            stack.enter_context(contextlib.closing(inference))
+        collector.trace = trace  # only now: other processes open the file themselves
+        if inference is None:
+            yield inline_rollouts(policy, rollouts[0], collector), collector.count_update
+        elif options.sampler == "async":
+            yield finished_trajectories(inference, rollouts[0]), inference.publish
+        else:
+            yield remote_rollouts(inference, rollouts), inference.publish
+
+
+def run_updates(run, policy, optimizer, collector, rollouts, spec, options, saved):
     """Start the environments, collect and learn until --total-timesteps, and save; a signal or a failure ends it early."""
-    device, stop = next(policy.parameters()).device, StopSignal()
-    with stop, contextlib.closing(start_workers(options, "train", spec, saved.get("environments"))) as workers:
-        collector = Collector(workers, policy, spec, options, device, stop)
-        if options.resume:
-            collector.restore(saved)
-        rollout = Rollout(spec, options.rollout_steps, options.num_envs, policy.state_shape, device)
+    stop = collector.stop = StopSignal()
+    if options.resume:
+        collector.restore(saved)
+    with stop, collection(policy, collector, rollouts, spec, options, saved.get("environments")) as (source, publish):
         try:
             while run.step < options.total_timesteps:
-                logs = update(policy, optimizer, rollout, collector, options, run.step)
-                run.log(run.step + rollout.steps, logs, collector.results, spec.metrics)
+                logs, results = update(policy, optimizer, source, collector, options, run.step)
+                publish()
+                run.log(run.step + options.rollout_steps, logs, results, spec.metrics)
                 if run.step - run.saved_step >= options.checkpoint_interval:
                     run.save(policy, optimizer, collector, options)
             stop.check()
@@ -1815,11 +2388,12 @@ def train(options):
     policy = Policy(spec, options).to(device)
     optimizer = torch.optim.Adam(policy.parameters(), lr=options.learning_rate, eps=1e-5)
     saved = load_run(policy, optimizer, options) if options.resume else {"progress": {"step": 0, "recent": []}}
+    collector, rollouts = allocate(policy, spec, options, device)
     size = sum(p.numel() for p in policy.parameters())
     with contextlib.closing(Run(options, saved["progress"])) as run:
         where = f"{options.num_envs} environments in {count_workers(options)} workers, {size:,} parameters on {device}"
         run.bar.write(f"{run.folder}: {where}")
-        run_updates(run, policy, optimizer, spec, options, saved)
+        run_updates(run, policy, optimizer, collector, rollouts, spec, options, saved)
         run.bar.close()
         if options.eval_episodes:
             report_evaluation(policy, spec, options, run.folder, run.writer, run.step)

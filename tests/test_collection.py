@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import ver_ppo
-from virtual_clock import SPEC, VirtualWorkers, build, observation_of, reward_of
+from virtual_clock import SPEC, VirtualWorkers, build, collect, observation_of, reward_of
 
 
 def random_table(seed):
@@ -33,9 +33,9 @@ def test_random_speeds(part):
         policy, rollout, collector = build(workers, num_envs, num_steps, max_requests=1 + seed % 9)
         seen = [[] for _ in range(num_envs)]
         for version in range(5):
-            collector.version = version
-            ver_ppo.collect_rollout(policy, rollout, collector)
-            ver_ppo.check_rollout(rollout, version)
+            collector.version[...] = version
+            collect(policy, rollout, collector)
+            ver_ppo.check_rollout(rollout)
             complete = np.flatnonzero(rollout.complete)
             assert len(complete) == num_envs * num_steps
             assert rollout.carried <= num_envs
@@ -51,7 +51,7 @@ def test_fast_environments_give_more():
     workers = VirtualWorkers(4, lambda row, step: seconds[row])
     policy, rollout, collector = build(workers, 4, 30)
     for _ in range(3):
-        ver_ppo.collect_rollout(policy, rollout, collector)
+        collect(policy, rollout, collector)
     count_N = np.bincount(rollout.env[rollout.complete])
     assert np.abs(count_N - 120 / seconds / (1 / seconds).sum()).max() <= 1.5
     assert workers.now == pytest.approx(3 * 120 / (1 / seconds).sum(), abs=8)
@@ -65,7 +65,7 @@ def test_equal_speeds_are_lockstep():
     torch.manual_seed(5)
     got = []
     for _ in range(2):
-        ver_ppo.collect_rollout(policy, rollout, collector)
+        collect(policy, rollout, collector)
         assert rollout.carried == 0
         order = np.flatnonzero(rollout.complete)
         got.append(
@@ -101,16 +101,16 @@ def test_carry_over():
     """What is in flight at the end keeps its action, log-probability, value and version; the rest is computed anew."""
     workers = VirtualWorkers(3, lambda row, step: [1.0, 1.0, 17.0][row])
     policy, rollout, collector = build(workers, 3, 8)
-    collector.version = 0
-    ver_ppo.collect_rollout(policy, rollout, collector)
+    collector.version[...] = 0
+    collect(policy, rollout, collector)
     slow = np.flatnonzero((rollout.env == 2) & ~rollout.complete)[-1]
     before = {name: getattr(rollout, name)[slow].clone() for name in ("action", "log_prob", "value", "state", "prev_action")}
-    held_back = list(collector.unsent)
+    held_back = np.flatnonzero(collector.held_N).tolist()
     with torch.no_grad():
         policy.critic.bias += 1.0  # the update
-    collector.version = 1
-    ver_ppo.collect_rollout(policy, rollout, collector)
-    ver_ppo.check_rollout(rollout, 1)
+    collector.version[...] = 1
+    collect(policy, rollout, collector)
+    ver_ppo.check_rollout(rollout)
     assert rollout.carried == 1 and rollout.env[0] == 2 and rollout.version[0] == 0
     for name, old in before.items():
         assert torch.equal(getattr(rollout, name)[0], old), name
@@ -122,7 +122,7 @@ def test_records_hold_what_was_known():
     """Every record can be computed again from what it stores, and states follow each other along each environment."""
     workers, num_envs, num_steps, _ = random_table(7)
     policy, rollout, collector = build(workers, num_envs, 40)
-    ver_ppo.collect_rollout(policy, rollout, collector)
+    collect(policy, rollout, collector)
     size = rollout.size
     first = torch.from_numpy(rollout.first[:size])
     with torch.no_grad():
@@ -143,7 +143,7 @@ def test_truncation_value():
     """A truncated record gets the value of the final observation, under the memory and last action of its own episode."""
     workers = VirtualWorkers(2, lambda row, step: 1.0, lambda row, step: "truncated" if step % 5 == 4 else None)
     policy, rollout, collector = build(workers, 2, 12)
-    ver_ppo.collect_rollout(policy, rollout, collector)
+    collect(policy, rollout, collector)
     cut = np.flatnonzero(rollout.complete & rollout.truncated)
     assert len(cut) == 4
     for slot in cut:
@@ -167,14 +167,20 @@ def test_dynamic_batch():
     arrivals = [1.0, 1.0, 1.0, 2.0, 5.0]
     workers = VirtualWorkers(5, lambda row, step: 1.0, start_sec=lambda row: arrivals[row])
     policy, rollout, collector = build(workers, 5, 4, max_requests=2)
-    assert ver_ppo.take_requests(collector, limit=5) == [0, 1]  # --max-requests
-    assert ver_ppo.take_requests(collector, limit=5) == [2]  # all that is left: no wait for environment 3
+
+    def batch(limit):
+        ver_ppo.await_requests(collector)
+        return ver_ppo.take_requests(collector, limit).tolist()
+
+    assert batch(5) == [0, 1]  # --max-requests
+    assert batch(5) == [2]  # all that is left: no wait for environment 3
     assert workers.now == 1.0
-    assert ver_ppo.take_requests(collector, limit=5) == [3]
-    collector.waiting, collector.most = [0, 1, 2], 5
-    assert ver_ppo.take_requests(collector, limit=1) == [0]  # what the rollout still lacks
+    assert batch(5) == [3]
+    ver_ppo.note_requests(collector, [2, 0, 1])
+    collector.most = 5
+    assert batch(1) == [2]  # what the rollout still lacks; first come, first served
     collector.least = 3
-    assert ver_ppo.take_requests(collector, limit=5) == [1, 2, 4]  # worth a short wait
+    assert batch(5) == [0, 1, 4]  # worth a short wait
 
 
 def test_nobody_answers():
@@ -183,7 +189,7 @@ def test_nobody_answers():
     policy, rollout, collector = build(workers, 2, 4, env_timeout=0.05)
     workers.events = []
     with pytest.raises(ver_ppo.EnvironmentFailure, match="no environment has answered for 0 s"):
-        ver_ppo.take_requests(collector, limit=2)
+        ver_ppo.await_requests(collector)
 
 
 def slots_of(rollout, environment):
@@ -216,13 +222,13 @@ def test_check_rollout_notices(message):
     ends = {(0, 12): "terminated", (1, 11): "terminated"}
     workers = VirtualWorkers(3, lambda row, step: [1.0, 1.0, 7.5][row], lambda row, step: ends.get((row, step)))
     policy, rollout, collector = build(workers, 3, 8)
-    for collector.version in range(2):
-        ver_ppo.collect_rollout(policy, rollout, collector)
-    ver_ppo.check_rollout(rollout, 1)
+    for collector.version[...] in range(2):
+        collect(policy, rollout, collector)
+    ver_ppo.check_rollout(rollout)
     broken = copy.deepcopy(rollout)
     CORRUPTIONS[message](broken)
     with pytest.raises(AssertionError, match=message):
-        ver_ppo.check_rollout(broken, 1)
+        ver_ppo.check_rollout(broken)
 
 
 def test_buffers_are_allocated_once():
@@ -230,9 +236,11 @@ def test_buffers_are_allocated_once():
     workers = VirtualWorkers(4, lambda row, step: 1.0 + row)
     policy, rollout, collector = build(workers, 4, 16)
     assert len(rollout.obs["obs"]) == 4 * 16 + 4 and len(workers.transfer.obs["obs"]) == 4
-    assert workers.transfer.obs["obs"].is_shared()
+    for buffers in (workers.transfer, rollout, collector):
+        buffers.share()
+    assert all(tensor.is_shared() for tensor in (*rollout.obs.values(), *rollout.host.values(), collector.state_N))
     pointers = [column.data_ptr() for column in rollout.columns() if isinstance(column, torch.Tensor)]
     for _ in range(3):
-        ver_ppo.collect_rollout(policy, rollout, collector)
+        collect(policy, rollout, collector)
     assert pointers == [column.data_ptr() for column in rollout.columns() if isinstance(column, torch.Tensor)]
     assert SPEC.action_numbers == rollout.action.shape[1]

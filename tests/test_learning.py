@@ -8,7 +8,7 @@ import pytest
 import torch
 import ver_ppo
 from torch.distributions import Categorical
-from virtual_clock import VirtualWorkers, build
+from virtual_clock import VirtualWorkers, build, collect
 
 
 def loss_inputs(seed=0, steps=12):
@@ -70,18 +70,18 @@ def test_entropy_constraint(target, grows):
     learnable = torch.optim.SGD([policy.log_ent_coef], lr=1.0)
     before = policy.log_ent_coef.item()
     for _ in range(3):
-        ver_ppo.collect_rollout(policy, rollout, collector)
-        logs = ver_ppo.learn(policy, optimizer, rollout, options)
+        collect(policy, rollout, collector)
+        logs = ver_ppo.learn(policy, optimizer, rollout, np.arange(rollout.size), options)
         learnable.step()
     assert (policy.log_ent_coef.item() > before) == grows
     assert 0.1 < logs["losses/entropy"] < 1.5
     with torch.no_grad():
         policy.log_ent_coef.fill_(3.0)
-    ver_ppo.learn(policy, optimizer, rollout, options)
+    ver_ppo.learn(policy, optimizer, rollout, np.arange(rollout.size), options)
     assert policy.log_ent_coef.exp().item() == pytest.approx(1.0)
     with torch.no_grad():
         policy.log_ent_coef.fill_(-100.0)
-    ver_ppo.learn(policy, optimizer, rollout, options)
+    ver_ppo.learn(policy, optimizer, rollout, np.arange(rollout.size), options)
     assert policy.log_ent_coef.exp().item() == pytest.approx(1e-4)
 
 
@@ -94,9 +94,9 @@ def test_ratio_is_one_before_the_first_step():
     policy, rollout, collector = build(workers, 3, 20, num_minibatches=4)
     options = ver_ppo.Options(num_envs=3, num_steps=20, num_minibatches=4, update_epochs=1)
     optimizer = torch.optim.Adam(policy.parameters(), lr=0.0)
-    for collector.version in range(3):
-        ver_ppo.collect_rollout(policy, rollout, collector)
-        logs = ver_ppo.learn(policy, optimizer, rollout, options)
+    for collector.version[...] in range(3):
+        collect(policy, rollout, collector)
+        logs = ver_ppo.learn(policy, optimizer, rollout, np.arange(rollout.size), options)
         assert logs["losses/clipfrac"] == 0 and abs(logs["losses/approx_kl"]) < 1e-6
     assert rollout.carried > 0 and logs["losses/grad_norm"] > 0
 
@@ -106,11 +106,11 @@ def test_not_a_number_touches_no_weight():
     workers = VirtualWorkers(2, lambda row, step: 1.0)
     policy, rollout, collector = build(workers, 2, 8)
     optimizer = torch.optim.Adam(policy.parameters())
-    ver_ppo.collect_rollout(policy, rollout, collector)
+    collect(policy, rollout, collector)
     rollout.reward[3] = np.nan
     before = {name: p.clone() for name, p in policy.named_parameters()}
     with pytest.raises(FloatingPointError, match="learning-rate"):
-        ver_ppo.learn(policy, optimizer, rollout, ver_ppo.Options(num_envs=2, num_steps=8))
+        ver_ppo.learn(policy, optimizer, rollout, np.arange(rollout.size), ver_ppo.Options(num_envs=2, num_steps=8))
     assert all(torch.equal(before[name], p) for name, p in policy.named_parameters())
 
 
@@ -119,7 +119,7 @@ def test_bfloat16():
     workers = VirtualWorkers(2, lambda row, step: 1.0)
     policy, rollout, collector = build(workers, 2, 8)
     policy.bf16 = True
-    ver_ppo.collect_rollout(policy, rollout, collector)
+    collect(policy, rollout, collector)
     assert rollout.value.dtype == rollout.state.dtype == torch.float32
     size, first = rollout.size, torch.from_numpy(rollout.first[: rollout.size])
     with torch.no_grad():
@@ -127,7 +127,8 @@ def test_bfloat16():
         _, value, _ = policy.step(obs, rollout.prev_action[:size], first, rollout.state[:size])
     torch.testing.assert_close(value, rollout.value[:size], rtol=0.05, atol=0.05)
     assert not torch.equal(value, rollout.value[:size])
-    logs = ver_ppo.learn(policy, torch.optim.Adam(policy.parameters()), rollout, ver_ppo.Options(num_envs=2, num_steps=8))
+    optimizer = torch.optim.Adam(policy.parameters())
+    logs = ver_ppo.learn(policy, optimizer, rollout, np.arange(size), ver_ppo.Options(num_envs=2, num_steps=8))
     assert np.isfinite(list(logs.values())).all()
 
 

@@ -27,6 +27,9 @@ class VirtualWorkers:
         for row in rows:
             heapq.heappush(self.events, (self.now + self.duration(row, self.steps_N[row]), row))
 
+    def check(self):
+        pass
+
     def receive(self, timeout_sec):
         if timeout_sec > 0 and self.events:
             self.now = max(self.now, self.events[0][0])
@@ -40,7 +43,7 @@ class VirtualWorkers:
     def answer(self, row):
         out, step = self.transfer, self.steps_N[row]
         ending = self.ending(row, step) if step >= 0 else None
-        out.reward[row] = reward_of(row, step)
+        out.reward[row], out.step_sec[row] = reward_of(row, step), self.duration(row, step)
         out.terminated[row], out.truncated[row] = ending == "terminated", ending == "truncated"
         out.first[row] = step < 0 or ending is not None
         out.final_obs["obs"][row] = observation_of(row, step + 1, final=True)
@@ -64,5 +67,11 @@ def build(workers, num_envs, num_steps, **options):
     policy = ver_ppo.Policy(SPEC, options)
     torch.nn.init.normal_(policy.actor.weight)
     device = torch.device("cpu")
-    collector = ver_ppo.Collector(workers, policy, SPEC, options, device, ver_ppo.StopSignal())
+    collector = ver_ppo.Collector(workers, workers.transfer, policy, SPEC, options, device, ver_ppo.StopSignal())
     return policy, ver_ppo.Rollout(SPEC, options.rollout_steps, num_envs, policy.state_shape, device), collector
+
+
+def collect(policy, rollout, collector):
+    """One rollout as ver_ppo.inline_rollouts collects it."""
+    ver_ppo.carry_over(rollout, rollout, collector)
+    ver_ppo.collect_rollout(policy, rollout, collector)
