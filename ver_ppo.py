@@ -276,6 +276,11 @@ def validate_options(options):
         (o.rollout_steps <= 10**8, "num_steps", f"is absurd: {steps}"),
         (o.lstm_layers in (1, 2), "lstm_layers", "must be 1 or 2"),
         (o.camera in ("depth", "rgb"), "camera", "must be depth or rgb"),
+        (
+            not o.trace or os.access(Path(o.trace).parent, os.W_OK) and not os.path.isdir(o.trace),
+            "trace",
+            "cannot be written: name a file in a folder that exists",
+        ),
         (8 <= o.image_size <= 1024, "image_size", "must be within 8..1024"),
         (not (o.checkpoint and o.resume), "checkpoint", "evaluates and --resume trains: give one of them"),
         (not o.checkpoint or o.eval_episodes, "eval_episodes", "must be at least 1 with --checkpoint"),

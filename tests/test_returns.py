@@ -92,6 +92,74 @@ def test_reward_in_an_open_record_is_not_used():
     assert (got[still_open] == 0).all()
 
 
+def vtrace_by_definition(c, ratio, rho_max, c_max):
+    """v_t = V_t + sum over k of gamma^k (lambda^k c_t ... c_{t+k-1}) rho_{t+k} delta_{t+k}, episode by episode, and the
+    advantage r_t + gamma (V + lambda (v - V))_{t+1} - V_t."""
+    target, advantage = c["value"].astype(float), np.zeros(len(c["env"]))
+    for e in np.unique(c["env"]):
+        slots = np.flatnonzero(c["env"] == e)
+        ended = (c["terminated"] | c["truncated"])[slots]
+        for i, here in enumerate(slots[:-1]):
+            trace, excess = 1.0, []
+            for j in range(i, len(slots) - 1):
+                slot, following = slots[j], slots[j + 1]
+                follows = 0.0 if c["terminated"][slot] else c["final_value" if c["truncated"][slot] else "value"][
+                    slot if c["truncated"][slot] else following
+                ]
+                delta = c["reward"][slot] + GAMMA * follows - c["value"][slot]
+                excess.append(trace * min(rho_max, ratio[slot]) * delta)
+                advantage[here] += delta if j == i else 0.0
+                trace *= GAMMA * LAMBDA * min(c_max, ratio[slot])
+                if ended[j]:
+                    break
+            target[here] += sum(excess)
+            if len(excess) > 1:  # what follows, as it counts from the next step on
+                advantage[here] += GAMMA * LAMBDA * sum(excess[1:]) / (GAMMA * LAMBDA * min(c_max, ratio[here]))
+    return target, advantage
+
+
+@pytest.mark.parametrize("rho_max, c_max", [(1.0, 1.0), (2.0, 0.5), (np.inf, np.inf)])
+@pytest.mark.parametrize("seed", range(5))
+def test_vtrace_against_definition(seed, rho_max, c_max):
+    """Targets and advantages against a scalar loop over the definition, in any interleaving of the environments."""
+    columns = random_rollout(seed)
+    ratio = np.random.default_rng(seed).lognormal(0, 0.5, len(columns["env"])).astype(np.float32)
+    target, advantage = ver_ppo.vtrace(
+        **columns, ratio=ratio, gamma=GAMMA, gae_lambda=LAMBDA, rho_max=rho_max, c_max=c_max
+    )
+    expected = vtrace_by_definition(columns, ratio, rho_max, c_max)
+    np.testing.assert_allclose(target, expected[0], rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(np.where(columns["complete"], advantage, 0), expected[1], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("gae_lambda", [0.0, 0.9, 1.0])
+@pytest.mark.parametrize("maximum", [1.0, np.inf])
+def test_vtrace_on_policy_is_gae(gae_lambda, maximum):
+    """Where both policies are one, the advantages are those of GAE, and the targets are values plus these."""
+    columns = random_rollout(3)
+    ones = np.ones(len(columns["env"]), np.float32)
+    target, advantage = ver_ppo.vtrace(
+        **columns, ratio=ones, gamma=GAMMA, gae_lambda=gae_lambda, rho_max=maximum, c_max=maximum
+    )
+    expected = ver_ppo.compute_advantages(**columns, gamma=GAMMA, gae_lambda=gae_lambda)
+    np.testing.assert_allclose(advantage, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(target, columns["value"] + expected, rtol=1e-5, atol=1e-6)
+
+
+def test_open_records_separate_trajectories():
+    """Two trajectories of one environment, one after the other with an open record between (async): nothing of the second
+    reaches the first but the bootstrap value."""
+    columns = random_rollout(4, num_envs=1, steps=30)
+    twice = {name: np.concatenate([column, column]) for name, column in columns.items()}
+    once = ver_ppo.compute_advantages(**columns, gamma=GAMMA, gae_lambda=LAMBDA)
+    np.testing.assert_array_equal(ver_ppo.compute_advantages(**twice, gamma=GAMMA, gae_lambda=LAMBDA), np.tile(once, 2))
+    ratio = np.linspace(0.5, 1.5, 31, dtype=np.float32)
+    alone = ver_ppo.vtrace(**columns, ratio=ratio, gamma=GAMMA, gae_lambda=LAMBDA)
+    both = ver_ppo.vtrace(**twice, ratio=np.tile(ratio, 2), gamma=GAMMA, gae_lambda=LAMBDA)
+    for one, two in zip(alone, both):
+        np.testing.assert_array_equal(two, np.tile(one, 2))
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_importance_weights(seed):
     """Weights over an environment's steps add up to min(K_e, S / N), and equal shares weigh 1."""

@@ -249,6 +249,11 @@ BAD_INPUT = {
     "missing checkpoint": (["--checkpoint", "nowhere.pt"], "no checkpoint nowhere.pt"),
     "missing run": (["--resume", "nowhere"], "no checkpoint"),
     "camera": (["--camera", "lidar"], "lidar"),
+    "overlap": (["--sampler", "async", "--overlap"], "--overlap"),
+    "both": (["--envs-per-worker", "2", "--num-workers", "2"], "--envs-per-worker"),
+    "inference": (["--num-inference-workers", "2", "--num-workers", "0"], "--num-inference-workers"),
+    "lock-step": (["--sampler", "sync", "--max-requests", "2"], "--max-requests"),
+    "trace": (["--trace", "/nowhere/trace.json"], "--trace"),
 }
 
 
@@ -303,16 +308,25 @@ def test_unwritable_run_folder(tmp_path, capsys):
     assert "--runs-dir" in error and len(error.strip().splitlines()) == 1
 
 
+REMOTE = {  # ways to collect in other processes
+    "overlap": ["--overlap"],
+    "async": ["--sampler", "async"],
+    "two inference workers": ["--num-inference-workers", "2"],
+}
 FAULTS = {"raise": "out of paint", "observation": "observation 'obs' is not finite", "reward": "reward is inf"}
 
 
-@pytest.mark.parametrize("workers", ["0", "2"])
-@pytest.mark.parametrize("fault", FAULTS)
-def test_environment_fails(tmp_path, capsys, fault, workers):
+CASES = [(fault, workers, "here") for fault in FAULTS for workers in ("0", "2")]
+CASES += [("raise", "2", "overlap"), ("raise", "0", "overlap"), ("reward", "2", "async"), ("observation", "0", "async")]
+CASES += [("raise", "2", "two inference workers")]
+
+
+@pytest.mark.parametrize("fault, workers, where", CASES)
+def test_environment_fails(tmp_path, capsys, fault, workers, where):
     """The traceback, the environment's number and its step; exit status 1; the checkpoint so far stays; nobody is left."""
     args = small(
         tmp_path, "--env-id", f"tests.envs:Faulty-{fault}-v0", "--num-workers", workers, "--checkpoint-interval", "64"
-    )
+    ) + REMOTE.get(where, [])
     assert ver_ppo.main(args) == 1
     error = capsys.readouterr().err
     assert FAULTS[fault] in error and "environment " in error and "step 10" in error and "Traceback" in error
@@ -321,10 +335,10 @@ def test_environment_fails(tmp_path, capsys, fault, workers):
     assert children() == []
 
 
-@pytest.mark.parametrize("workers", ["1", "2"])
-def test_worker_dies(tmp_path, capsys, workers):
+@pytest.mark.parametrize("workers, where", [("1", "here"), ("2", "here"), ("1", "overlap"), ("2", "async")])
+def test_worker_dies(tmp_path, capsys, workers, where):
     """A worker that exits is reported with its environments and exit code, the last one as any other."""
-    args = small(tmp_path, "--env-id", "tests.envs:Faulty-exit-v0", "--num-workers", workers)
+    args = small(tmp_path, "--env-id", "tests.envs:Faulty-exit-v0", "--num-workers", workers, *REMOTE.get(where, []))
     assert ver_ppo.main(args) == 1
     error = capsys.readouterr().err
     environments = {"1": ["[0, 1, 2, 3]"], "2": ["[0, 2]", "[1, 3]"]}[workers]
@@ -332,9 +346,11 @@ def test_worker_dies(tmp_path, capsys, workers):
     assert children() == []
 
 
-def test_environment_hangs(tmp_path, capsys):
+@pytest.mark.parametrize("where", ["here", *REMOTE])
+def test_environment_hangs(tmp_path, capsys, where):
     """No answer within --env-timeout ends the run, and the hanging process with it."""
     args = small(tmp_path, "--env-id", "tests.envs:Faulty-hang-v0", "--num-workers", "2", "--env-timeout", "2")
+    args += REMOTE.get(where, [])
     began = time.monotonic()
     assert ver_ppo.main(args) == 1
     assert time.monotonic() - began < 30
@@ -342,13 +358,17 @@ def test_environment_hangs(tmp_path, capsys):
     assert children() == []
 
 
-@pytest.mark.parametrize("latency_ms", ["0", "4000"])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signals(tmp_path, number, latency_ms):
+SIGNALS = [(number, latency_ms, "here") for number in (signal.SIGINT, signal.SIGTERM) for latency_ms in ("0", "4000")]
+SIGNALS += [(signal.SIGINT, "4000", "overlap"), (signal.SIGTERM, "0", "async")]
+SIGNALS += [(signal.SIGTERM, "0", "overlap"), (signal.SIGINT, "0", "two inference workers")]
+
+
+@pytest.mark.parametrize("number, latency_ms, where", SIGNALS)
+def test_signals(tmp_path, number, latency_ms, where):
     """Ctrl-C and SIGTERM: a checkpoint within seconds, the message how to go on, exit status 130 or 143, nobody left."""
     shared_before = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
     command = [sys.executable, "ver_ppo.py", *small(tmp_path, "--num-workers", "2", "--image-size", "16")]
-    command += ["--sim-latency", latency_ms]
+    command += ["--sim-latency", latency_ms, *REMOTE.get(where, [])]
     process = subprocess.Popen(
         command, cwd=ROOT, stderr=subprocess.STDOUT, stdout=subprocess.PIPE, text=True, start_new_session=True
     )
@@ -368,9 +388,11 @@ def test_signals(tmp_path, number, latency_ms):
         assert {name for name in os.listdir("/dev/shm") if "torch" in name} <= shared_before
 
 
-def test_killed_main_process_takes_its_workers_along(tmp_path):
+@pytest.mark.parametrize("where", ["here", *REMOTE])
+def test_killed_main_process_takes_its_workers_along(tmp_path, where):
     """After SIGKILL the workers see the end of their command pipe and leave by themselves."""
     command = [sys.executable, "ver_ppo.py", *small(tmp_path, "--num-workers", "2", "--image-size", "16")]
+    command += REMOTE.get(where, [])
     process = subprocess.Popen(
         command, cwd=ROOT, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True
     )

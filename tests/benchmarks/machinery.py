@@ -26,10 +26,18 @@ def build(options, checkpoint=None):
     policy = ver_ppo.Policy(spec, options)
     if checkpoint:
         ver_ppo.load_policy(policy, ver_ppo.load_checkpoint(checkpoint), checkpoint)
-    workers = ver_ppo.start_workers(options, "train", spec)
-    collector = ver_ppo.Collector(workers, policy, spec, options, torch.device("cpu"), ver_ppo.StopSignal())
-    rollout = ver_ppo.Rollout(spec, options.rollout_steps, options.num_envs, policy.state_shape, torch.device("cpu"))
+    collector, (rollout,) = ver_ppo.allocate(policy, spec, options, torch.device("cpu"))
+    collector.stop = ver_ppo.StopSignal()
+    workers = collector.workers = ver_ppo.start_workers(options, "train", spec, collector.transfer)
     return policy, workers, collector, rollout
+
+
+def collect(policy, rollout, collector):
+    """One rollout as ver_ppo.inline_rollouts collects it; what it took is counted from 0."""
+    for name in ("waiting_sec", "inference_sec", "batches", "served"):
+        getattr(rollout, name)[...] = 0
+    ver_ppo.carry_over(rollout, rollout, collector)
+    ver_ppo.collect_rollout(policy, rollout, collector)
 
 
 def latency(args):
@@ -37,28 +45,28 @@ def latency(args):
     options = ver_ppo.Options(env_id=args.env_id, sim_latency=20.0, sim_latency_spread=(0.8, 0.0, 0.0))
     policy, workers, collector, rollout = build(options, checkpoint=args.checkpoint)
     torch.set_num_threads(1)
-    ver_ppo.collect_rollout(policy, rollout, collector)
+    collect(policy, rollout, collector)
     shares = []
     for _ in range(args.rounds):
         # the sleeps themselves are measured, inside the workers, from the answers of this very rollout
         slept_N, steps_N = np.zeros(options.num_envs), np.zeros(options.num_envs)
         complete = ver_ppo.complete_records
 
-        def counting(policy, rollout, collector, rows):
-            slept_N[rows] += collector.shared["step_sec"][rows]
+        def counting(rollout, collector, rows):
+            slept_N[rows] += collector.transfer.step_sec[rows]
             steps_N[rows] += 1
-            return complete(policy, rollout, collector, rows)
+            return complete(rollout, collector, rows)
 
         ver_ppo.complete_records = counting
         began = time.perf_counter()
-        ver_ppo.collect_rollout(policy, rollout, collector)
+        collect(policy, rollout, collector)
         sec = time.perf_counter() - began
         ver_ppo.complete_records = complete
         bound = (steps_N / slept_N).sum()
         rate = options.rollout_steps / sec
         shares.append(rate / bound)
         nominal = options.num_envs / (options.sim_latency / 1000)
-        batch = (rollout.size - rollout.carried) / collector.batches
+        batch = rollout.served / rollout.batches
         print(f"{rate:.0f} steps/s of {bound:.0f} = {rate / bound:.3f}; nominal {rate / nominal:.3f}; batch {batch:.1f}")
     workers.close()
     return {"share_of_bound": shares}
@@ -83,7 +91,7 @@ def parts(args):
 
         workers.send = timed_send
         for _ in range(2):
-            ver_ppo.collect_rollout(policy, rollout, collector)
+            collect(policy, rollout, collector)
         env_sec = sum(spent) / (len(spent) * options.num_envs)
         half = options.num_envs // 2
         obs = {key: part[:half] for key, part in rollout.obs.items()}
@@ -96,10 +104,10 @@ def parts(args):
         forward_sec = (time.perf_counter() - began) / 200 / half
         torch.set_num_threads(cores)
         optimizer = torch.optim.Adam(policy.parameters(), lr=1e-5)
-        ver_ppo.learn(policy, optimizer, rollout, options)
+        ver_ppo.learn(policy, optimizer, rollout, np.arange(rollout.size), options)
         began = time.perf_counter()
         for _ in range(3):
-            ver_ppo.learn(policy, optimizer, rollout, options)
+            ver_ppo.learn(policy, optimizer, rollout, np.arange(rollout.size), options)
         learn_sec = (time.perf_counter() - began) / 3 / options.rollout_steps
         began = time.perf_counter()
         order_S, begin_Q = ver_ppo.find_sequences(
@@ -122,12 +130,13 @@ def parts(args):
             if update == 1:
                 began = time.perf_counter()
             torch.set_num_threads(1)
-            ver_ppo.collect_rollout(policy, rollout, collector)
+            collect(policy, rollout, collector)
             torch.set_num_threads(cores)
             learning = time.perf_counter()
-            ver_ppo.learn(policy, optimizer, rollout, options)
-            for name, sec in {**collector.seconds, "learning": time.perf_counter() - learning}.items():
-                seconds[name] += sec * (update > 0)
+            ver_ppo.learn(policy, optimizer, rollout, np.arange(rollout.size), options)
+            spent = {"waiting": rollout.waiting_sec, "inference": rollout.inference_sec}
+            for name, sec in {**spent, "learning": time.perf_counter() - learning}.items():
+                seconds[name] += float(sec) * (update > 0)
         rate = args.updates * options.rollout_steps / (time.perf_counter() - began)
         workers.close()
         steps = args.updates * options.rollout_steps
@@ -135,7 +144,7 @@ def parts(args):
             "env_step_ms": 1000 * env_sec, "forward_ms": 1000 * forward_sec, "learn_ms": 1000 * learn_sec, "bound": bound,
             "rate": rate, "share": rate / bound, "arrange_ms": arrange_ms,
             **{f"loop_{name}_ms": 1000 * sec / steps for name, sec in seconds.items()},
-            "batch": (rollout.size - rollout.carried) / collector.batches,
+            "batch": float(rollout.served / rollout.batches),
         }  # fmt: skip
         print(" ".join(f"{name} {value:.4g}" for name, value in row.items()), flush=True)
         rows.append(row)
