@@ -126,8 +126,8 @@ class Options:
     """largest inference batch: bounds the memory"""
 
     learner_threads: int | Literal["auto"] = "auto"
-    """CPU threads while learning; auto: the CPU cores, at most 4. Set 1 where other programs are busy, too: on a busy core
-    two threads that wait for each other take twice as long as one alone"""
+    """CPU threads while learning; auto: one, or one for each core (at most 4), whatever was faster when last tried: where
+    other programs are busy, threads that wait for each other are many times slower than one alone"""
     learning_rate: float = 1e-3
     """at the start; decays to 0 along a cosine"""
     gamma: float = 0.99
@@ -1102,7 +1102,7 @@ def read_numbers(pipe, most=1 << 14):
     return array("i", os.read(pipe.fileno(), 4 * most)).tolist()
 
 
-class ProcessGroup(Shared):
+class ProcessGroup:
     """Processes that one starts, hears of through one common pipe, and ends by closing their command pipes.
 
     A process announces what it has done as a number, and a failure as -1 - number; the text lies in `error`.
@@ -1115,18 +1115,15 @@ class ProcessGroup(Shared):
         self.context.set_forkserver_preload(["torch", "gymnasium", "tyro", "tqdm"])
         self.announced, self.announce = self.context.Pipe(duplex=False)
         os.set_blocking(self.announced.fileno(), False)  # of several processes that wake, one gets the numbers
-        self.commands, self.processes = [], []
-        super().__init__(error=torch.zeros(num_numbers, 8192, dtype=torch.uint8))
-        self.share()
+        self.error = torch.zeros(num_numbers, 8192, dtype=torch.uint8).share_memory_()
+        self.__setstate__({"commands": []})
 
-    def __getstate__(self):
-        private = ("processes", "context", "poller")
-        return {name: value for name, value in super().__getstate__().items() if name not in private}
+    def __getstate__(self):  # what another process can use
+        return {name: value for name, value in vars(self).items() if name not in ("processes", "context", "poller")}
 
     def __setstate__(self, state):
-        vars(self).update({"processes": []} | state)
-        super().__setstate__({})
-        self.poller = select.poll()
+        vars(self).update(state)
+        self.processes, self.poller = [], select.poll()
         self.poller.register(self.announced, select.POLLIN)
 
     def start(self, name, function, commands, *args):
@@ -1141,7 +1138,7 @@ class ProcessGroup(Shared):
 
     def fail(self, number, text):
         """Called in a process: announce its failure."""
-        encoded = np.frombuffer(text.encode()[-8000:], np.uint8)
+        encoded = torch.frombuffer(bytearray(text.encode()[-8000:]), dtype=torch.uint8)
         self.error[number, : len(encoded)] = encoded
         write_numbers(self.announce, [-1 - number])
 
@@ -1285,6 +1282,7 @@ class Collector(Shared):
         self.alone = options.num_inference_workers == 1
         self.lock, self.trace = contextlib.nullcontext(), None
         self.inference_sec = 1e-3  # of one batch, running mean
+        self.learning_sec = {}  # of the last update with so many threads
         self.state_N = torch.zeros(num_envs, *policy.state_shape, device=device)  # before the environment's next step
         self.prev_action_N = torch.zeros(num_envs, spec.action_numbers, dtype=action_dtype(spec), device=device)
         integers = ("request_N", "steps_N", "episode_N", "sent_N")
@@ -1932,63 +1930,46 @@ def learn(policy, optimizer, rollout, records, options):
     over all mini-batches. Returns what to log. Raises FloatingPointError if a gradient is not finite, before it touches a
     weight.
     """
-    device = rollout.device
-    env_S, complete_S, first_S = rollout.env[records], rollout.complete[records], rollout.first[records]
-    order_S, begin_Q = find_sequences(env_S, first_S, complete_S)
-    targets = {"weight": np.ones(len(records), np.float32)}
+    columns = {name: getattr(rollout, name)[records] for name in ("env", "complete", "reward", "terminated", "truncated")}
+    for name in ("value", "final_value"):
+        columns[name] = getattr(rollout, name)[torch.from_numpy(records).to(rollout.device)].cpu().numpy()
+    complete_S, discounts = columns["complete"], {"gamma": options.gamma, "gae_lambda": options.gae_lambda}
+    order_S, begin_Q = find_sequences(columns["env"], rollout.first[records], complete_S)
     if options.sampler == "async":
-        targets |= vtrace_targets(policy, rollout, records, order_S, begin_Q, options)
+        ratio_S = off_policy(policy, rollout, records, columns["value"], order_S, begin_Q, options)
+        return_S, advantage_S = vtrace(**columns, ratio=ratio_S, **discounts)
+        weight_S = np.ones_like(ratio_S)
     else:
-        columns = returns_columns(rollout, records)
-        targets["advantage"] = compute_advantages(**columns, gamma=options.gamma, gae_lambda=options.gae_lambda)
-        targets["return"] = targets["advantage"] + columns["value"]
-        targets["weight"] = importance_weights(env_S, complete_S, rollout.num_envs)
-    logs = {
-        "losses/explained_variance": explained_variance(rollout, records, targets["return"]),
-        "ver/importance_weight": float(targets["weight"][complete_S].mean()),
-    }
+        advantage_S = compute_advantages(**columns, **discounts)
+        return_S = advantage_S + columns["value"]
+        weight_S = importance_weights(columns["env"], complete_S, rollout.num_envs)
+    error = (return_S - columns["value"])[complete_S].var() / max(return_S[complete_S].var(), 1e-12)
     if options.norm_adv:
-        advantage = targets["advantage"][complete_S]
-        targets["advantage"] = (targets["advantage"] - advantage.mean()) / (advantage.std() + 1e-8)
-    targets = {name: torch.from_numpy(column).to(device) for name, column in targets.items()}
-    losses = []
+        advantage_S = (advantage_S - advantage_S[complete_S].mean()) / (advantage_S[complete_S].std() + 1e-8)
+    targets = {"advantage": advantage_S, "return": return_S, "weight": weight_S}
+    targets = {name: torch.from_numpy(column).to(rollout.device) for name, column in targets.items()}
+    logs = []
     for _ in range(options.update_epochs):
         permutation_Q = torch.randperm(len(begin_Q)).numpy()
         for minibatch in cut_minibatches(order_S, begin_Q, permutation_Q, options.num_minibatches):
             packed = pack_sequences(*minibatch)
-            losses.append(update_policy(policy, optimizer, rollout, records, targets, packed, options))
-    return logs | {name: torch.stack([loss[name] for loss in losses]).mean().item() for name in losses[0]}
-
-
-def returns_columns(rollout, records):
-    """What compute_advantages and vtrace need to know of these records, as numpy arrays."""
-    names = ("env", "complete", "reward", "terminated", "truncated")
-    columns = {name: getattr(rollout, name)[records] for name in names}
-    index = torch.from_numpy(records).to(rollout.device)
-    return columns | {name: getattr(rollout, name)[index].cpu().numpy() for name in ("value", "final_value")}
-
-
-def explained_variance(rollout, records, return_S):
-    """1 - variance of the value's error / variance of the return: 1 is perfect, 0 as good as a constant."""
-    complete_S = rollout.complete[records]
-    value_S = rollout.value[torch.from_numpy(records).to(rollout.device)].cpu().numpy()
-    return float(1 - (return_S - value_S)[complete_S].var() / max(return_S[complete_S].var(), 1e-12))
+            logs.append(update_policy(policy, optimizer, rollout, records, targets, packed, options))
+    means = {name: torch.stack([log[name] for log in logs]).mean().item() for name in logs[0]}
+    weight = float(weight_S[complete_S].mean())
+    return {**means, "losses/explained_variance": 1 - float(error), "ver/importance_weight": weight}
 
 
 @torch.no_grad()
-def vtrace_targets(policy, rollout, records, order_S, begin_Q, options):
-    """V-trace with the ratios and values of the policy as it is before this update."""
-    columns = returns_columns(rollout, records)
-    log_prob = rollout.log_prob[torch.from_numpy(records).to(rollout.device)]
-    ratio = np.ones(len(records), np.float32)
-    for positions_M, begin in cut_minibatches(order_S, begin_Q, np.arange(len(begin_Q)), options.num_minibatches):
-        packed = pack_sequences(positions_M, begin)
-        index_M = torch.from_numpy(packed[0]).to(rollout.device)
+def off_policy(policy, rollout, records, value_S, order_S, begin_Q, options):
+    """What V-trace needs to know of the policy as it is before this update: returns the probability ratio of every action
+    (1 in open records), and puts its values of all complete records into `value_S`."""
+    ratio_S = np.ones_like(value_S)
+    for minibatch in cut_minibatches(order_S, begin_Q, np.arange(len(begin_Q)), options.num_minibatches):
+        packed = pack_sequences(*minibatch)
         distribution, value_M, batch = run_sequences(policy, rollout, records, packed)
-        columns["value"][packed[0]] = value_M.cpu()
-        ratio[packed[0]] = (distribution.log_prob(batch["action"]) - log_prob[index_M]).exp().cpu()
-    target_S, advantage_S = vtrace(**columns, ratio=ratio, gamma=options.gamma, gae_lambda=options.gae_lambda)
-    return {"return": target_S, "advantage": advantage_S}
+        value_S[packed[0]] = value_M.cpu()
+        ratio_S[packed[0]] = (distribution.log_prob(batch["action"]) - batch["log_prob"]).exp().cpu()
+    return ratio_S
 
 
 def run_sequences(policy, rollout, records, packed):
@@ -2300,11 +2281,20 @@ def keep_freed_memory():
         mallopt(trim_threshold, 1 << 30)
 
 
-def count_learner_threads(options):
-    """CPU threads while learning: all cores, at most 4; half of them if collection goes on meanwhile."""
+def count_learner_threads(options, learning_sec, version):
+    """CPU threads for this update. `learning_sec` says what the last update took with so many threads; each number is
+    tried again from time to time.
+
+    >>> [count_learner_threads(Options(), {1: 0.3, min(4, count_cores()): 0.2}, version) for version in (1, 2)] == 2 * [
+    ...     min(4, count_cores())]
+    True
+    """
     if options.learner_threads != "auto":
         return options.learner_threads
-    return min(4, max(1, count_cores() // 2) if options.overlapping else count_cores())
+    choices = sorted({1, min(4, count_cores())})
+    if version % 100 == 0:
+        return choices[version // 100 % len(choices)]
+    return min(choices, key=lambda threads: learning_sec.get(threads, 0.0))
 
 
 def update(policy, optimizer, source, collector, options, step):
@@ -2314,12 +2304,14 @@ def update(policy, optimizer, source, collector, options, step):
     if options.debug:
         check_trajectories(rollout, records, collector.version) if options.sampler == "async" else check_rollout(rollout)
     learning_began = time.perf_counter()
-    torch.set_num_threads(count_learner_threads(options))
+    threads = count_learner_threads(options, collector.learning_sec, int(collector.version))
+    torch.set_num_threads(threads)
     learning_rate = learning_rate_at(step, options)
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
     logs = learn(policy, optimizer, rollout, records, options) | {"charts/learning_rate": learning_rate}
     ended = time.perf_counter()
+    collector.learning_sec[threads] = ended - learning_began
     if collector.trace:
         collector.trace.span("learner", os.getpid(), "learning", learning_began, ended - learning_began)
     logs |= describe_rollout(rollout, records, collector, options, ended - learning_began, ended - began)

@@ -103,9 +103,8 @@ def vtrace_by_definition(c, ratio, rho_max, c_max):
             trace, excess = 1.0, []
             for j in range(i, len(slots) - 1):
                 slot, following = slots[j], slots[j + 1]
-                follows = 0.0 if c["terminated"][slot] else c["final_value" if c["truncated"][slot] else "value"][
-                    slot if c["truncated"][slot] else following
-                ]
+                follows = c["final_value"][slot] if c["truncated"][slot] else c["value"][following]
+                follows = 0.0 if c["terminated"][slot] else follows
                 delta = c["reward"][slot] + GAMMA * follows - c["value"][slot]
                 excess.append(trace * min(rho_max, ratio[slot]) * delta)
                 advantage[here] += delta if j == i else 0.0
@@ -124,9 +123,7 @@ def test_vtrace_against_definition(seed, rho_max, c_max):
     """Targets and advantages against a scalar loop over the definition, in any interleaving of the environments."""
     columns = random_rollout(seed)
     ratio = np.random.default_rng(seed).lognormal(0, 0.5, len(columns["env"])).astype(np.float32)
-    target, advantage = ver_ppo.vtrace(
-        **columns, ratio=ratio, gamma=GAMMA, gae_lambda=LAMBDA, rho_max=rho_max, c_max=c_max
-    )
+    target, advantage = ver_ppo.vtrace(**columns, ratio=ratio, gamma=GAMMA, gae_lambda=LAMBDA, rho_max=rho_max, c_max=c_max)
     expected = vtrace_by_definition(columns, ratio, rho_max, c_max)
     np.testing.assert_allclose(target, expected[0], rtol=1e-3, atol=1e-4)
     np.testing.assert_allclose(np.where(columns["complete"], advantage, 0), expected[1], rtol=1e-3, atol=1e-4)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import ver_ppo
-from virtual_clock import SPEC, VirtualWorkers, build, collect, observation_of, reward_of
+from virtual_clock import SPEC, VirtualWorkers, build, collect, reward_of
 
 
 def table(seed, num_envs=4, spread=0.8):
@@ -83,7 +83,9 @@ class Learner:
             for number in ver_ppo.read_numbers(self.read_end):
                 slots = number * self.pool.length + np.arange(self.pool.length)
                 ver_ppo.check_trajectories(self.pool, slots, self.collector.version)
-                self.seen.append((self.pool.env[slots].copy(), self.pool.reward[slots].copy(), self.pool.value[slots].clone()))
+                self.seen.append(
+                    (self.pool.env[slots].copy(), self.pool.reward[slots].copy(), self.pool.value[slots].clone())
+                )
                 self.pool.free_P[number] = True
                 self.collector.version += 1
         if len(self.seen) >= self.count:
@@ -245,8 +247,8 @@ def overlap_sec(ones, others):
 
 @pytest.mark.parametrize("mode", ["ver", "overlap", "async"])
 def test_trace(tmp_path, mode):
-    """--trace shows each step of each environment, each batch with its size, each learning phase, at the right time: steps of
-    an environment and learning phases do not overlap, batches and learning do with --overlap and async only."""
+    """--trace shows each step of each environment, each batch with its size, each learning phase, at the right time: steps
+    of one environment do not overlap, batches and learning do with --overlap and async only."""
     path = tmp_path / "trace.json"
     args = ["--env-id", "tests.envs:Count-v0", "--num-envs", "4", "--num-steps", "32", "--total-timesteps", "640"]
     args += ["--num-workers", "2", "--hidden-size", "16", "--eval-episodes", "0", "--learner-threads", "1"]
@@ -267,8 +269,8 @@ def test_trace(tmp_path, mode):
 
 
 def test_double_buffering():
-    """While inference takes 6 ms and a step 10 ms, a worker with one environment idles a third of its time or more; with two, it
-    steps one environment while the other's action is being computed, and hardly idles."""
+    """While inference takes 6 ms and a step 10 ms, a worker with one environment idles a third of its time or more; with
+    two, it steps one environment while the other's action is being computed, and hardly idles."""
     idle = {}
     for envs_per_worker in (1, 2):
         options = {"num_envs": envs_per_worker, "num_steps": 60, "num_workers": "auto", "envs_per_worker": envs_per_worker}
