@@ -21,15 +21,27 @@ The processes and what passes between them (section 2.1, figure 2 of the paper):
          v        |                  a pipe each           v      |                      v
     [ transfer: one row for each environment, CPU shared memory ]        [ rollout: S + N slots, training device ]
 
+--sampler chooses the alternatives that the paper compares with (sync, nover, async), by the same functions. With --overlap,
+async or several --num-inference-workers, the upper half of the right box runs in processes of its own (`inference_process`),
+on the same buffers in shared memory, while the main process learns or waits.
+
 Shapes stand in the names: N environments, S steps of a rollout (T x N; the buffer has N slots more, for open records),
 Q sequences, M steps of a mini-batch, B any batch, H hidden units, L LSTM layers, A action numbers; in PointNav K boxes,
 R rays, C corners, P points, H x W pixels.
+
+Papers: VER; DD-PPO (Wijmans et al. 2020); SF, Sample Factory (Petrenko et al. 2020); IMPALA (Espeholt et al. 2018).
 
 Mechanism                          Function               Paper        Test (tests/)
 dynamic batching                   take_requests          VER 2.1      test_collection.py::test_dynamic_batch
 inference, new records             infer, write_records   VER 2.1      test_collection.py::test_records_hold_what_was_known
 variable rollout, exactly T x N    collect_rollout        VER 2.2      test_collection.py::test_random_speeds
 in-flight carry-over               carry_over             VER 2.2      test_collection.py::test_carry_over
+T steps each; lock-step            claim_slots            VER 2.2      test_samplers.py::test_nover_and_sync
+double-buffered sampling           worker_process         SF 3.2       test_samplers.py::test_double_buffering
+several inference workers          claim_slots            VER 2.1      test_samplers.py::test_every_step_once_by_the_right_policy
+overlap, delayed gradients         remote_rollouts        VER E        test_samplers.py::test_every_step_once_by_the_right_policy
+asynchronous trajectories          collect_trajectories   SF 3.1       test_samplers.py::test_trajectories
+V-trace                            vtrace                 IMPALA 4.1   test_returns.py::test_vtrace_against_definition
 sequences, shuffled and cut        cut_minibatches        VER 2.2      test_packing.py::test_every_step_once
 PackedSequence                     pack_sequences         VER 2.2      test_packing.py::test_packed_lstm_is_stepping
 returns at every kind of border    compute_advantages     DD-PPO 4     test_returns.py::test_gae_against_definition
@@ -37,6 +49,7 @@ truncated importance weights       importance_weights     VER 4        test_retu
 clipped objective                  ppo_loss               DD-PPO 2     test_learning.py::test_ppo_loss_by_hand
 learned entropy coefficient        ppo_loss               VER 4        test_learning.py::test_entropy_constraint
 all invariants of a rollout        check_rollout          VER 2.2      test_collection.py::test_check_rollout_notices
+timeline of a run                  Trace                  -            test_samplers.py::test_trace
 """
 
 import contextlib
@@ -853,6 +866,9 @@ def action_dtype(spec):
     return torch.int64 if spec.discrete_actions else torch.float32
 
 
+integers, flags, numbers = (functools.partial(torch.zeros, dtype=kind) for kind in (torch.int64, torch.bool, torch.float64))
+
+
 class Shared:
     """Tensors that several processes can work on: once shared, pickling hands them on without a copy.
 
@@ -896,16 +912,16 @@ class Transfer(Shared):
     def __init__(self, spec, num_envs):
         self.obs = observation_buffers(spec, num_envs)
         self.final_obs = observation_buffers(spec, num_envs)  # the observation that a reset replaced, if truncated
-        flags = {name: torch.zeros(num_envs, dtype=torch.bool) for name in ("first", "terminated", "truncated")}
         super().__init__(
-            **flags,
             action=torch.zeros(num_envs, spec.action_numbers, dtype=action_dtype(spec)),
+            first=flags(num_envs),
             reward=torch.zeros(num_envs),
-            step_began=torch.zeros(num_envs, dtype=torch.float64),  # of the last step, on the clock of perf_counter
-            step_sec=torch.zeros(num_envs),  # resets included
-            episode=torch.zeros(num_envs, dtype=torch.int64),  # number of the episode that `obs` belongs to
-            # of the episode that ended last: return, length, metrics
-            result=torch.zeros(num_envs, 2 + len(spec.metrics), dtype=torch.float64),
+            terminated=flags(num_envs),
+            truncated=flags(num_envs),
+            episode=integers(num_envs),  # number of the episode that `obs` belongs to
+            result=numbers(num_envs, 2 + len(spec.metrics)),  # of the episode that ended last: return, length, metrics
+            step_began=numbers(num_envs),  # when the last step began, by perf_counter
+            step_sec=numbers(num_envs),  # what it took, a reset included
         )
 
 
@@ -915,6 +931,8 @@ class Rollout(Shared):
     S + N slots: S complete records and at the end one open record of each environment. What the network reads and writes
     lives on the training device; what the host decides by (whose record, is it complete, ...) lives in numpy.
     """
+
+    SPENT = ("waiting_sec", "inference_sec", "simulation_sec", "batches", "served")  # counted until `describe_rollout` asks
 
     def __init__(self, spec, steps, num_envs, state_shape, device, slots=None):
         self.slots = slots or steps + num_envs
@@ -927,20 +945,19 @@ class Rollout(Shared):
         self.log_prob = torch.zeros(self.slots, device=device)
         self.value = torch.zeros(self.slots, device=device)
         self.final_value = torch.zeros(self.slots, device=device)  # value of the final observation, where truncated
-        # `version`: of the policy that chose the action; `first`: step of an episode, the memory was reset before it
-        integers = {name: torch.zeros(self.slots, dtype=torch.int64) for name in ("env", "version")}
-        flags = {
-            name: torch.zeros(self.slots, dtype=torch.bool) for name in ("first", "terminated", "truncated", "complete")
-        }
-        counts = ("size", "num_complete", "policy_version", "batches", "served")
-        seconds = ("waiting_sec", "inference_sec", "simulation_sec")  # spent since `describe_rollout` asked last
         super().__init__(
-            **integers,
-            **flags,
+            env=integers(self.slots),
+            version=integers(self.slots),  # of the policy that chose the action
+            first=flags(self.slots),  # first step of an episode: the memory was reset before it
             reward=torch.zeros(self.slots),
-            result=torch.zeros(self.slots, 2 + len(spec.metrics), dtype=torch.float64),  # where an episode ended
-            **{name: torch.zeros((), dtype=torch.int64) for name in counts},
-            **{name: torch.zeros((), dtype=torch.float64) for name in seconds},
+            terminated=flags(self.slots),
+            truncated=flags(self.slots),
+            complete=flags(self.slots),
+            result=numbers(self.slots, 2 + len(spec.metrics)),  # of the episode, where one ended
+            size=integers(()),  # slots in use
+            num_complete=integers(()),
+            policy_version=integers(()),  # which this rollout is collected with
+            **{name: numbers(()) for name in self.SPENT},
         )
 
     def columns(self):
@@ -958,8 +975,7 @@ class Trajectories(Rollout):
     def __init__(self, spec, steps, num_envs, state_shape, device):
         self.length = steps // num_envs + 1
         super().__init__(spec, steps, num_envs, state_shape, device, 3 * num_envs * self.length)
-        self.host["free_P"] = torch.ones(3 * num_envs, dtype=torch.bool)
-        self.__setstate__({})
+        self.__setstate__({"host": self.host | {"free_P": ~flags(3 * num_envs)}})
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -1285,18 +1301,17 @@ class Collector(Shared):
         self.learning_sec = {}  # of the last update with so many threads
         self.state_N = torch.zeros(num_envs, *policy.state_shape, device=device)  # before the environment's next step
         self.prev_action_N = torch.zeros(num_envs, spec.action_numbers, dtype=action_dtype(spec), device=device)
-        integers = ("request_N", "steps_N", "episode_N", "sent_N")
         super().__init__(
-            open_slot_N=torch.full((num_envs,), -1),  # the slot of each environment's open record; -1: none
-            held_N=torch.zeros(num_envs, dtype=torch.bool),  # its open record is a bootstrap value: no action was sent
-            # request_N: in which order the environments that wait for inference have answered, 0: does not wait
-            # steps_N: complete steps in this rollout (or trajectory)
-            # episode_N, sent_N, history_NTA: actions sent since the episode began, which a resumed run repeats
-            **{name: torch.zeros(num_envs, dtype=torch.int64) for name in integers},
-            history_NTA=torch.zeros(num_envs, REPLAY_LIMIT, spec.action_numbers, dtype=action_dtype(spec)),
-            requests=torch.zeros((), dtype=torch.int64),  # so far
-            version=torch.zeros((), dtype=torch.int64),  # of the policy: updates so far
-            heard=torch.tensor(time.perf_counter(), dtype=torch.float64),  # when requests were served last
+            open_slot_N=integers(num_envs) - 1,  # the slot of each environment's open record; -1: none
+            held_N=flags(num_envs),  # its open record is a bootstrap value: no action was sent
+            steps_N=integers(num_envs),  # complete steps in this rollout
+            request_N=integers(num_envs),  # order of those that have answered and wait for inference; 0: does not wait
+            requests=integers(()),  # so far
+            version=integers(()),  # of the policy: updates so far
+            heard=numbers(()) + time.perf_counter(),  # when requests were served last
+            episode_N=integers(num_envs),
+            sent_N=integers(num_envs),  # actions since that episode began ...
+            history_NTA=torch.zeros(num_envs, REPLAY_LIMIT, spec.action_numbers, dtype=action_dtype(spec)),  # ... and which
         )
 
     def __getstate__(self):
@@ -2167,10 +2182,9 @@ def describe_rollout(rollout, records, collector, options, learning_sec, cycle_s
     complete = records[rollout.complete[records]]
     lag = collector.version - rollout.version[complete]
     steps_N = np.bincount(rollout.env[complete], minlength=rollout.num_envs)
-    names = ("waiting_sec", "inference_sec", "simulation_sec", "batches", "served")
     with collector.lock:
-        spent = {name: getattr(rollout, name).item() for name in names}
-        for name in names:
+        spent = {name: getattr(rollout, name).item() for name in rollout.SPENT}
+        for name in spent:
             getattr(rollout, name)[...] = 0
     rollout_sec = (spent["waiting_sec"] + spent["inference_sec"]) / options.num_inference_workers
     logs = {

@@ -34,7 +34,7 @@ def build(options, checkpoint=None):
 
 def collect(policy, rollout, collector):
     """One rollout as ver_ppo.inline_rollouts collects it; what it took is counted from 0."""
-    for name in ("waiting_sec", "inference_sec", "batches", "served"):
+    for name in rollout.SPENT:
         getattr(rollout, name)[...] = 0
     ver_ppo.carry_over(rollout, rollout, collector)
     ver_ppo.collect_rollout(policy, rollout, collector)
