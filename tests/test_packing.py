@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 import ver_ppo
+from torch.nn.utils.rnn import PackedSequence
 from virtual_clock import SPEC
 
 
@@ -91,6 +92,24 @@ def test_packed_lstm_is_stepping(options):
                 )
             torch.testing.assert_close(value_M, value[slots_M], rtol=1e-4, atol=1e-5)
             torch.testing.assert_close(distribution.log_prob(action[slots_M]), log_prob[slots_M], rtol=1e-4, atol=1e-5)
+
+
+def test_packed_lstm_is_torchs():
+    """What runs on a CPU gives the outputs and gradients of nn.LSTM on the same PackedSequence, which runs on a GPU."""
+    lengths = torch.tensor([9, 6, 6, 2, 1])
+    batch_sizes = (lengths[None] > torch.arange(9)[:, None]).sum(1)
+    lstm, x = torch.nn.LSTM(7, 5), torch.randn(int(lengths.sum()), 7)
+    hidden, cell, gradient = torch.randn(5, 5), torch.randn(5, 5), torch.randn(len(x), 5)
+    results = []
+    for function in (
+        lambda x: lstm(PackedSequence(x, batch_sizes), (hidden[None], cell[None]))[0].data,
+        lambda x: ver_ppo.packed_lstm(x, batch_sizes, hidden, cell, *lstm.all_weights[0]),
+    ):
+        inputs = x.clone().requires_grad_()
+        out = function(inputs)
+        results.append((out, *torch.autograd.grad(out, (inputs, *lstm.parameters()), gradient)))
+    for one, two in zip(*results):
+        torch.testing.assert_close(one, two)
 
 
 def test_arranging_is_fast():

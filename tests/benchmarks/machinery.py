@@ -12,6 +12,7 @@ import argparse
 import json
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -75,80 +76,106 @@ def latency(args):
 def parts(args):
     """Steps per second of the training loop as a share of the bound made of its parts."""
     rows = []
-    ver_ppo.keep_freed_memory()
     cores = torch.get_num_threads()
+    options = ver_ppo.Options(env_id=args.env_id)
     for _ in range(args.rounds):
-        options = ver_ppo.Options(env_id=args.env_id, num_workers=0)
-        policy, workers, collector, rollout = build(options, checkpoint=args.checkpoint)
-        torch.set_num_threads(1)
-        spent = []
-        send = workers.send
-
-        def timed_send(rows):
-            began = time.perf_counter()
-            send(rows)
-            spent.append(time.perf_counter() - began)
-
-        workers.send = timed_send
-        for _ in range(2):
-            collect(policy, rollout, collector)
-        env_sec = sum(spent) / (len(spent) * options.num_envs)
-        half = options.num_envs // 2
-        obs = {key: part[:half] for key, part in rollout.obs.items()}
-        first = torch.zeros(half, dtype=torch.bool)
-        with torch.inference_mode():
-            began = time.perf_counter()
-            for _ in range(200):
-                distribution, _, _ = policy.step(obs, rollout.prev_action[:half], first, rollout.state[:half])
-                distribution.log_prob(distribution.sample())
-        forward_sec = (time.perf_counter() - began) / 200 / half
-        torch.set_num_threads(cores)
-        optimizer = torch.optim.Adam(policy.parameters(), lr=1e-5)
-        ver_ppo.learn(policy, optimizer, rollout, np.arange(rollout.size), options)
-        began = time.perf_counter()
-        for _ in range(3):
-            ver_ppo.learn(policy, optimizer, rollout, np.arange(rollout.size), options)
-        learn_sec = (time.perf_counter() - began) / 3 / options.rollout_steps
-        began = time.perf_counter()
-        order_S, begin_Q = ver_ppo.find_sequences(
-            *(getattr(rollout, name)[: rollout.size] for name in ("env", "first", "complete"))
-        )
-        for _ in range(options.update_epochs):
-            for minibatch in ver_ppo.cut_minibatches(
-                order_S, begin_Q, torch.randperm(len(begin_Q)).numpy(), options.num_minibatches
-            ):
-                ver_ppo.pack_sequences(*minibatch)
-        arrange_ms = 1000 * (time.perf_counter() - began)
-        workers.close()
-        bound = 1 / (env_sec / cores + forward_sec + learn_sec)
-
-        options = ver_ppo.Options(env_id=args.env_id)
-        policy, workers, collector, rollout = build(options, checkpoint=args.checkpoint)
-        optimizer = torch.optim.Adam(policy.parameters(), lr=1e-5)
-        seconds = {"waiting": 0.0, "inference": 0.0, "learning": 0.0}
-        for update in range(args.updates + 1):
-            if update == 1:
-                began = time.perf_counter()
-            torch.set_num_threads(1)
-            collect(policy, rollout, collector)
-            torch.set_num_threads(cores)
-            learning = time.perf_counter()
-            ver_ppo.learn(policy, optimizer, rollout, np.arange(rollout.size), options)
-            spent = {"waiting": rollout.waiting_sec, "inference": rollout.inference_sec}
-            for name, sec in {**spent, "learning": time.perf_counter() - learning}.items():
-                seconds[name] += float(sec) * (update > 0)
-        rate = args.updates * options.rollout_steps / (time.perf_counter() - began)
-        workers.close()
-        steps = args.updates * options.rollout_steps
+        sec = measure_parts(options, cores, options.num_envs // 2, args.checkpoint)
+        bound = 1 / (sec["env"] / cores + sec["forward"] + sec["learn"])
+        loop, rate, batch = measure_loop(options, cores, args)
         row = {
-            "env_step_ms": 1000 * env_sec, "forward_ms": 1000 * forward_sec, "learn_ms": 1000 * learn_sec, "bound": bound,
-            "rate": rate, "share": rate / bound, "arrange_ms": arrange_ms,
-            **{f"loop_{name}_ms": 1000 * sec / steps for name, sec in seconds.items()},
-            "batch": float(rollout.served / rollout.batches),
+            "env_step_ms": 1000 * sec["env"], "forward_ms": 1000 * sec["forward"], "learn_ms": 1000 * sec["learn"],
+            "bound": bound, "rate": rate, "share": rate / bound, "arrange_ms": 1000 * sec["arrange"],
+            **{f"loop_{name}_ms": 1000 * seconds for name, seconds in loop.items()}, "batch": batch,
         }  # fmt: skip
         print(" ".join(f"{name} {value:.4g}" for name, value in row.items()), flush=True)
         rows.append(row)
     return rows
+
+
+def measure_parts(options, cores, batch, checkpoint=None):
+    """Seconds per step of what training consists of, each alone: `env` on one core, `forward` in batches of this size,
+    `learn` on all cores, `learn_one_thread`; and `arrange`, seconds of packing one rollout's mini-batches."""
+    ver_ppo.keep_freed_memory()  # as ver_ppo.train does
+    for index in range(ver_ppo.NUM_PLANS["train"]):
+        ver_ppo.floor_plan("train", index)  # made once in a whole training: no part of a step
+    options = replace(options, num_workers=0, sim_latency=0.0)
+    policy, workers, collector, rollout = build(options, checkpoint=checkpoint)
+    optimizer = torch.optim.Adam(policy.parameters(), lr=1e-5)
+    torch.set_num_threads(1)
+    spent_sec, spent_steps, send = [], [], workers.send
+
+    def timed_send(rows):
+        began = time.perf_counter()
+        send(rows)
+        spent_sec.append(time.perf_counter() - began)
+        spent_steps.append(len(rows))
+
+    workers.send = timed_send
+    for _ in range(2):
+        collect(policy, rollout, collector)
+    workers.close()
+    sec = {"env": sum(spent_sec) / sum(spent_steps), "forward": time_forward(policy, rollout, batch)}
+    records = np.arange(rollout.size)
+    for name, threads in (("learn_one_thread", 1), ("learn", cores)):
+        torch.set_num_threads(threads)
+        calls_sec = time_calls(3, lambda: ver_ppo.learn(policy, optimizer, rollout, records, options))
+        sec[name] = calls_sec / options.rollout_steps
+    return {**sec, "arrange": time_calls(1, lambda: arrange(rollout, records, options))}
+
+
+def time_calls(number, function):
+    """Seconds of one call, the mean of `number` after one that warms up."""
+    function()
+    began = time.perf_counter()
+    for _ in range(number):
+        function()
+    return (time.perf_counter() - began) / number
+
+
+@torch.inference_mode()
+def time_forward(policy, rollout, batch):
+    """Seconds per step of the bare forward pass."""
+    obs = {key: part[:batch] for key, part in rollout.obs.items()}
+    first = torch.zeros(batch, dtype=torch.bool)
+
+    def forward():
+        distribution, _, _ = policy.step(obs, rollout.prev_action[:batch], first, rollout.state[:batch])
+        distribution.log_prob(distribution.sample())
+
+    return time_calls(200, forward) / batch
+
+
+def arrange(rollout, records, options):
+    """Sequences and packed mini-batches of a whole update, as `ver_ppo.learn` makes them."""
+    columns = (getattr(rollout, name)[records] for name in ("env", "first", "complete"))
+    order_S, begin_Q = ver_ppo.find_sequences(*columns)
+    for _ in range(options.update_epochs):
+        permutation_Q = torch.randperm(len(begin_Q)).numpy()
+        for minibatch in ver_ppo.cut_minibatches(order_S, begin_Q, permutation_Q, options.num_minibatches):
+            ver_ppo.pack_sequences(*minibatch)
+
+
+def measure_loop(options, cores, args):
+    """--updates cycles of collecting and learning: seconds per step of each phase, steps per second, mean batch."""
+    policy, workers, collector, rollout = build(options, checkpoint=args.checkpoint)
+    optimizer = torch.optim.Adam(policy.parameters(), lr=1e-5)
+    seconds = {"waiting": 0.0, "inference": 0.0, "learning": 0.0}
+    for update in range(args.updates + 1):
+        if update == 1:
+            began = time.perf_counter()
+        torch.set_num_threads(1)
+        collect(policy, rollout, collector)
+        torch.set_num_threads(cores)
+        learning = time.perf_counter()
+        ver_ppo.learn(policy, optimizer, rollout, np.arange(rollout.size), options)
+        spent = {"waiting": rollout.waiting_sec, "inference": rollout.inference_sec}
+        for name, sec in {**spent, "learning": time.perf_counter() - learning}.items():
+            seconds[name] += float(sec) * (update > 0)
+    steps = args.updates * options.rollout_steps
+    rate = steps / (time.perf_counter() - began)
+    workers.close()
+    loop = {name: sec / steps for name, sec in seconds.items()}
+    return loop, rate, float(rollout.served / rollout.batches)
 
 
 if __name__ == "__main__":

@@ -225,27 +225,39 @@ def measure(trainer, variant, steps):
     print("\n" + json.dumps({"trainer": trainer, "variant": variant, "sps": rate, "steps": last_step, "versions": versions}))
 
 
-def start(python, trainer, variant, args):
-    """Run one trainer in a subprocess and return its result. Raises RuntimeError if it fails or outlives --timeout."""
-    command = [python, str(Path(__file__).resolve()), "--trainer", trainer, "--variant", variant]
-    command += ["--total-timesteps", str(args.total_timesteps)]
+def run_apart(command, timeout_sec):
+    """Run a command in a folder and a process group of its own and return the JSON of the last line that it printed.
+
+    Raises RuntimeError, with the end of its output, if it fails, prints no JSON or outlives `timeout_sec`.
+    """
     with tempfile.TemporaryDirectory() as folder, open(Path(folder) / "output", "w+") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, cwd=folder)
         try:
-            status = process.wait(args.timeout)
+            status = process.wait(timeout_sec)
         except subprocess.TimeoutExpired:
-            status = f"none after {args.timeout:.0f} s"
+            status = f"none after {timeout_sec:.0f} s"
         finally:
-            if process.poll() != 0:  # a trainer that fails or hangs leaves worker processes behind: they are in its group
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            if process.poll() != 0:
+                kill_group(process)
         output.seek(0)
         text = output.read()
-    results = [line for line in text.splitlines() if line.startswith('{"trainer"')]
-    if status or not results:
-        raise RuntimeError(f"{trainer} {variant}: exit status {status}\n{text[-3000:]}")
-    return json.loads(results[-1])
+    lines = [line for line in text.splitlines() if line.startswith("{")]
+    if status or not lines:
+        raise RuntimeError(f"{' '.join(command[1:])}: exit status {status}\n{text[-3000:]}")
+    return json.loads(lines[-1])
+
+
+def kill_group(process):
+    """End a process and its group: a trainer that fails or hangs leaves its worker processes behind, which are in it."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def start(python, trainer, variant, args):
+    """Run one trainer in a subprocess and return its result. Raises RuntimeError if it fails or outlives --timeout."""
+    command = [python, str(Path(__file__).resolve()), "--trainer", trainer, "--variant", variant]
+    return run_apart([*command, "--total-timesteps", str(args.total_timesteps)], args.timeout)
 
 
 def compare(args):

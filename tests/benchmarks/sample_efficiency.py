@@ -1,0 +1,221 @@
+"""What every sampler learns from equally many steps: curves of CartPole and PointNav, five seeds (figure 5 of the paper).
+
+    python tests/benchmarks/sample_efficiency.py --folder efficiency --jobs 2
+
+The simulators are emulated to be uneven (--sim-latency with spread), or the samplers would hardly differ. Every run is
+ver_ppo.py as the command line starts it, with the flags in TASKS, MODES and COMMON, two at a time: most of it is sleeping.
+A finished run lies under FOLDER/TASK-STEPS/MODE/SEED and is not repeated, so this can be interrupted and started again
+(choose another folder after a change of flags). Needs about an hour on two cores.
+
+The curves are TensorBoard's, means of the last 100 training episodes, interpolated on a grid of steps that all runs share.
+Written to FOLDER: sample_efficiency.png, the interquartile mean over the seeds and its bootstrapped 95 % interval (Agarwal
+et al. 2021), and sample_efficiency.json. Printed at the end, for each mode: area under the curve (its mean over the grid),
+final value, and whether the area of `ver` lies within the interval of `sync`.
+"""
+
+import argparse
+import json
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import matplotlib
+import matplotlib.pyplot as plt
+import numpy as np
+from peers import kill_group
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+SCRIPT = Path(__file__).resolve().parents[2] / "ver_ppo.py"
+COMMON = "--device cpu --learner-threads 1 --eval-episodes 0 --sim-latency-spread 0.5 0.5 0.3"
+TASKS = {  # flags, what is read from the events, steps
+    "CartPole-v1": (
+        "--num-envs 8 --num-workers 4 --num-steps 32 --num-minibatches 1 --update-epochs 10 --norm-adv --vf-coef 0.01"
+        " --ent-coef 0 --gamma 0.98 --gae-lambda 0.8 --sim-latency 1",
+        ("charts/episodic_return",),
+        100_000,
+    ),
+    "pointnav": ("--image-size 32 --num-envs 16 --sim-latency 2", ("metrics/success", "metrics/spl"), 400_000),
+}
+MODES = {
+    "sync": "--sampler sync",
+    "nover": "--sampler nover",
+    "ver": "--sampler ver",
+    "ver+overlap": "--sampler ver --overlap",
+    "async": "--sampler async",
+}
+GRID, RESAMPLES = 100, 2000
+
+
+# Runs
+
+
+def count_steps(task, args):
+    """Steps of each run of a task."""
+    return args.steps or TASKS[task][2]
+
+
+def place(task, mode, seed, args):
+    """The folder of a finished run."""
+    return args.folder / f"{task}-{count_steps(task, args)}" / mode / str(seed)
+
+
+def list_runs(args):
+    """(folder, command) of every run that is not finished, seed by seed: an interruption leaves whole seeds."""
+    runs = []
+    for task in args.tasks:
+        steps = count_steps(task, args)
+        for seed in range(1, args.seeds + 1):
+            for mode in args.modes:
+                words = f"--env-id {task} --seed {seed} --total-timesteps {steps} {COMMON} {TASKS[task][0]} {MODES[mode]}"
+                if not (folder := place(task, mode, seed, args)).exists():
+                    runs.append((folder, [sys.executable, str(SCRIPT), *shlex.split(words)]))
+    return runs
+
+
+def train(runs, jobs, timeout_sec):
+    """Carry out these runs, `jobs` at a time. Raises RuntimeError if one fails or outlives the timeout; ends the others."""
+    waiting, running = list(runs), []
+    try:
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                folder, command = waiting.pop(0)
+                running.append((folder, start(folder, command), time.monotonic()))
+            time.sleep(0.2)
+            for run in list(running):
+                folder, process, began = run
+                if time.monotonic() - began > timeout_sec:
+                    raise RuntimeError(f"{folder}: still running after {timeout_sec:.0f} s")
+                if process.poll() is not None:
+                    running.remove(run)
+                    finish(folder, process)
+                    print(f"{folder}: {time.monotonic() - began:.0f} s, {len(waiting)} to start", flush=True)
+    finally:
+        for _, process, _ in running:
+            kill_group(process)
+
+
+def unfinished(folder):
+    """Where a run is until it has finished."""
+    return folder.with_name(f"{folder.name}.unfinished")
+
+
+def start(folder, command):
+    """Start one run, in a process group of its own."""
+    shutil.rmtree(unfinished(folder), ignore_errors=True)
+    unfinished(folder).mkdir(parents=True)
+    with open(unfinished(folder) / "output", "w") as output:
+        command = [*command, "--runs-dir", str(unfinished(folder))]
+        return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+
+
+def finish(folder, process):
+    """Give a run's folder its final name. Raises RuntimeError if the run failed."""
+    if process.returncode:
+        kill_group(process)
+        text = (unfinished(folder) / "output").read_text()
+        raise RuntimeError(f"{folder}: exit status {process.returncode}\n{text[-3000:]}")
+    (run_folder,) = (path for path in unfinished(folder).iterdir() if path.is_dir())
+    run_folder.rename(folder)
+    shutil.rmtree(unfinished(folder))
+
+
+# Curves
+
+
+def read_curve(folder, tag, grid_G):
+    """One run's curve at these steps; before the first value there is, that value."""
+    points = EventAccumulator(str(folder)).Reload().Scalars(tag)
+    return np.interp(grid_G, [point.step for point in points], [point.value for point in points])
+
+
+def interquartile_mean(values, axis=0):
+    """Mean of what is left when a quarter of the values, rounded down, is dropped at either end.
+
+    >>> interquartile_mean(np.array([100.0, 1.0, 2.0, 6.0, -100.0]))
+    3.0
+    """
+    quarter = values.shape[axis] // 4
+    middle = np.sort(values, axis=axis).take(range(quarter, values.shape[axis] - quarter), axis=axis)
+    result = middle.mean(axis=axis)
+    return result if result.ndim else float(result)
+
+
+def estimate(values_KX):
+    """Interquartile mean over the K seeds, and its 95 % interval: percentiles over seeds that are drawn with replacement."""
+    rng = np.random.default_rng(0)
+    drawn_RK = rng.integers(len(values_KX), size=(RESAMPLES, len(values_KX)))
+    low, high = np.percentile(interquartile_mean(values_KX[drawn_RK], axis=1), (2.5, 97.5), axis=0)
+    return {"iqm": np.asarray(interquartile_mean(values_KX)).tolist(), "low": low.tolist(), "high": high.tolist()}
+
+
+def summarize(args):
+    """task -> tag -> mode -> curve, area and final value, each as `estimate` gives them, and each seed's curve."""
+    report = {}
+    for task in args.tasks:
+        flags, tags, _ = TASKS[task]
+        grid_G = np.linspace(0, count_steps(task, args), GRID + 1)[1:]
+        report[task] = {"flags": f"{COMMON} {flags}", "steps": grid_G.tolist(), "tags": {tag: {} for tag in tags}}
+        for tag in tags:
+            for mode in args.modes:
+                folders = [place(task, mode, seed, args) for seed in range(1, args.seeds + 1)]
+                curve_KG = np.stack([read_curve(folder, tag, grid_G) for folder in folders])
+                report[task]["tags"][tag][mode] = {
+                    "curve": estimate(curve_KG), "area": estimate(curve_KG.mean(axis=1)), "final": estimate(curve_KG[:, -1]),
+                    "seeds": curve_KG.tolist(),
+                }  # fmt: skip
+    return report
+
+
+def print_table(report):
+    """Area under the curve and final value of every mode, and whether `ver` learns like `sync`."""
+    for task, results in report.items():
+        for tag, modes in results["tags"].items():
+            print(f"\n{task} {tag}: interquartile mean [95 % interval] of {len(next(iter(modes.values()))['seeds'])} seeds")
+            for mode, result in modes.items():
+                cells = [f"{result[key]['iqm']:.3f} [{result[key]['low']:.3f}, {result[key]['high']:.3f}]"
+                         for key in ("area", "final")]  # fmt: skip
+                print(f"  {mode:12} area {cells[0]:28} final {cells[1]}")
+            if {"ver", "sync"} <= modes.keys():
+                ver, sync = modes["ver"]["area"], modes["sync"]["area"]
+                within = "within" if sync["low"] <= ver["iqm"] <= sync["high"] else "not within"
+                print(f"  area of ver: {within} the interval of sync")
+
+
+def draw(report, path):
+    """Every task's curves side by side."""
+    matplotlib.use("Agg")
+    panels = [(task, tag) for task in report for tag in report[task]["tags"]]
+    figure, axes = plt.subplots(1, len(panels), figsize=(4.5 * len(panels), 3.6), squeeze=False)
+    for axis, (task, tag) in zip(axes[0], panels):
+        thousand_G = np.array(report[task]["steps"]) / 1000
+        for mode, result in report[task]["tags"][tag].items():
+            curve = result["curve"]
+            (line,) = axis.plot(thousand_G, curve["iqm"], label=mode, lw=1.5)
+            axis.fill_between(thousand_G, curve["low"], curve["high"], color=line.get_color(), alpha=0.15, lw=0)
+        axis.set(xlabel="thousand steps", ylabel=tag.split("/")[1].replace("_", " "), title=task)
+        axis.grid(alpha=0.3)
+    axes[0][0].legend(loc="lower right")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, required=True, help="where runs and results are kept")
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--steps", type=int, help="of each run, in place of those in TASKS")
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
+    parser.add_argument("--timeout", type=float, default=1800.0, help="seconds after which a run is given up")
+    arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as by Ctrl-C: no run is left behind
+    train(list_runs(arguments), arguments.jobs, arguments.timeout)
+    report = summarize(arguments)
+    (arguments.folder / "sample_efficiency.json").write_text(json.dumps(report, indent=2) + "\n")
+    draw(report, arguments.folder / "sample_efficiency.png")
+    print_table(report)
