@@ -38,8 +38,8 @@ variable rollout, exactly T x N    collect_rollout        VER 2.2      test_coll
 in-flight carry-over               carry_over             VER 2.2      test_collection.py::test_carry_over
 T steps each; lock-step            claim_slots            VER 2.2      test_samplers.py::test_nover_and_sync
 double-buffered sampling           worker_process         SF 3.2       test_samplers.py::test_double_buffering
-several inference workers          claim_slots            VER 2.1      test_samplers.py::test_every_step_once_by_the_right_policy
-overlap, delayed gradients         remote_rollouts        VER E        test_samplers.py::test_every_step_once_by_the_right_policy
+several inference workers          claim_slots            VER 2.1      test_samplers.py::test_every_mode_loses_nothing
+overlap, delayed gradients         remote_rollouts        VER E        test_samplers.py::test_every_mode_loses_nothing
 asynchronous trajectories          collect_trajectories   SF 3.1       test_samplers.py::test_trajectories
 V-trace                            vtrace                 IMPALA 4.1   test_returns.py::test_vtrace_against_definition
 sequences, shuffled and cut        cut_minibatches        VER 2.2      test_packing.py::test_every_step_once

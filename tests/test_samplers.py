@@ -164,7 +164,7 @@ def collecting(**changes):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_every_step_once_by_the_right_policy(mode):
+def test_every_mode_loses_nothing(mode):
     """Over many rollouts, the environments' steps come each once and in order, whoever serves them; and each action has the
     probability that the policy of the recorded version gives it (weights are published whole, and in time)."""
     num_envs, num_steps, policies, lags = 5, 16, {}, []
