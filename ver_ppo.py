@@ -56,7 +56,6 @@ import contextlib
 import copy
 import ctypes
 import functools
-import itertools
 import json
 import math
 import multiprocessing.connection
@@ -242,7 +241,7 @@ class StopSignal:
 
 
 class EnvironmentFailure(Exception):
-    """An environment raised, hung, died or returned what is not finite; exit status 1."""
+    """An environment raised, hung or returned what is not finite, or a process has died; exit status 1."""
 
 
 def validate_options(options):
@@ -1318,7 +1317,6 @@ class Collector(Shared):
         self.alone = options.num_inference_workers == 1
         self.lock, self.trace = contextlib.nullcontext(), None
         self.inference_sec = 1e-3  # of one batch, running mean
-        self.learning_sec = {}  # of the last update with so many threads
         self.state_N = torch.zeros(num_envs, *policy.state_shape, device=device)  # before the environment's next step
         self.prev_action_N = torch.zeros(num_envs, spec.action_numbers, dtype=action_dtype(spec), device=device)
         super().__init__(
@@ -1675,14 +1673,14 @@ class InferenceWorkers(ProcessGroup):
     """Processes that serve requests while this one learns or waits (--num-inference-workers, --overlap, --sampler async).
 
     They act by copies of the policy in shared memory. Of these there are two, and `publish` writes the one that nobody
-    reads: an update takes far longer than the inference of a batch.
+    reads: that was replaced a whole update ago.
     """
 
     def __init__(self, policy, rollouts, collector, spec, options, starts):
         super().__init__(options.num_inference_workers)
         self.policy, self.collector, self.num_workers = policy, collector, options.num_inference_workers
         self.actors = [copy.deepcopy(policy).requires_grad_(False).share_memory() for _ in range(2)]
-        collector.lock = self.context.Lock()
+        collector.lock = SharedLock(self.context.Lock())
         commands, command = self.context.Pipe(duplex=False)  # one for all: whoever is free reads the next command
         self.commands = [command]
         for worker in range(self.num_workers):
@@ -1701,10 +1699,10 @@ class InferenceWorkers(ProcessGroup):
         synchronize(self.collector.state_N.device)
         self.collector.version += 1
 
-    def collect(self, previous, rollout, number):
-        """Begin to collect into the rollout of this number."""
-        carry_over(previous, rollout, self.collector)
-        synchronize(rollout.device)
+    def collect(self, previous, rollouts, number):
+        """Begin to collect into the rollout of this number; what is in flight comes from the previous one."""
+        carry_over(previous, rollouts[number], self.collector)
+        synchronize(previous.device)
         write_numbers(self.commands[0], [number] * self.num_workers)
 
     def await_numbers(self, count):
@@ -1713,12 +1711,28 @@ class InferenceWorkers(ProcessGroup):
         while len(numbers) < count:
             try:
                 numbers += self.receive(1.0)
-                self.collector.workers and self.collector.workers.check()
+                if self.collector.workers:
+                    self.collector.workers.check()
             finally:
                 self.collector.stop.check()
-            if time.perf_counter() - self.collector.heard > self.collector.timeout_sec + 60:
-                raise EnvironmentFailure(f"inference has stood still for {self.collector.timeout_sec + 60:.0f} s")
+            limit_sec = self.collector.timeout_sec + 60  # inference workers give up before, if they can
+            if time.perf_counter() - self.collector.heard > limit_sec:
+                raise EnvironmentFailure(f"inference has stood still for {limit_sec:.0f} s (--env-timeout and a minute)")
         return numbers
+
+
+class SharedLock:
+    """A lock between processes that is held for moments. Raises EnvironmentFailure where the holder must have died."""
+
+    def __init__(self, lock):
+        self.lock = lock
+
+    def __enter__(self):
+        if not self.lock.acquire(timeout=30):
+            raise EnvironmentFailure("an inference worker has died in the middle of its work")
+
+    def __exit__(self, *_):
+        self.lock.release()
 
 
 class EndOfPipe:
@@ -1769,16 +1783,17 @@ def inline_rollouts(policy, rollout, collector):
 def remote_rollouts(inference, rollouts):
     """Inference workers collect. With two buffers (--overlap) they fill one while the learner uses the other: its gradients
     are delayed by one rollout (HTS-RL, Liu et al. 2020)."""
-    for turn in itertools.count():
-        rollout, following = rollouts[turn % len(rollouts)], rollouts[(turn + 1) % len(rollouts)]
-        if turn == 0:
-            inference.collect(rollout, rollout, 0)
+    number = 0
+    inference.collect(rollouts[0], rollouts, 0)
+    while True:
         inference.await_numbers(inference.num_workers)
-        if following is not rollout:
-            inference.collect(rollout, following, (turn + 1) % 2)
+        rollout, following = rollouts[number], (number + 1) % len(rollouts)
+        if following != number:
+            inference.collect(rollout, rollouts, following)
         yield rollout, np.arange(rollout.size)
-        if following is rollout:
-            inference.collect(rollout, rollout, 0)
+        if following == number:
+            inference.collect(rollout, rollouts, number)
+        number = following
 
 
 def finished_trajectories(inference, pool):
@@ -2129,6 +2144,7 @@ class Run:
         total = math.ceil(options.total_timesteps / options.rollout_steps) * options.rollout_steps
         self.bar = tqdm(total=total, initial=self.step, unit=" steps", dynamic_ncols=True, smoothing=0.1)
         self.began, self.first_step, self.saved_step = time.perf_counter(), self.step, self.step
+        self.learning_sec = {}  # of the last update with so many threads
 
     def close(self):
         """End the progress bar's line and write the last events."""
@@ -2331,21 +2347,21 @@ def count_learner_threads(options, learning_sec, version):
     return min(choices, key=lambda threads: learning_sec.get(threads, 0.0))
 
 
-def update(policy, optimizer, source, collector, options, step):
+def update(run, policy, optimizer, source, collector, options):
     """One cycle: wait for a rollout and learn from it. Returns what to log, and the results of its episodes."""
     began = time.perf_counter()
     rollout, records = next(source)
     if options.debug:
         check_trajectories(rollout, records, collector.version) if options.sampler == "async" else check_rollout(rollout)
     learning_began = time.perf_counter()
-    threads = count_learner_threads(options, collector.learning_sec, int(collector.version))
+    threads = count_learner_threads(options, run.learning_sec, int(collector.version))
     torch.set_num_threads(threads)
-    learning_rate = learning_rate_at(step, options)
+    learning_rate = learning_rate_at(run.step, options)
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
     logs = learn(policy, optimizer, rollout, records, options) | {"charts/learning_rate": learning_rate}
     ended = time.perf_counter()
-    collector.learning_sec[threads] = ended - learning_began
+    run.learning_sec[threads] = ended - learning_began
     if collector.trace:
         collector.trace.span("learner", os.getpid(), "learning", learning_began, ended - learning_began)
     logs |= describe_rollout(rollout, records, collector, options, ended - learning_began, ended - began)
@@ -2396,7 +2412,7 @@ def run_updates(run, policy, optimizer, collector, rollouts, spec, options, save
     with stop, collection(policy, collector, rollouts, spec, options, saved.get("environments")) as (source, publish):
         try:
             while run.step < options.total_timesteps:
-                logs, results = update(policy, optimizer, source, collector, options, run.step)
+                logs, results = update(run, policy, optimizer, source, collector, options)
                 publish()
                 run.log(run.step + options.rollout_steps, logs, results, spec.metrics)
                 if run.step - run.saved_step >= options.checkpoint_interval:
@@ -2405,6 +2421,7 @@ def run_updates(run, policy, optimizer, collector, rollouts, spec, options, save
             run.save(policy, optimizer, collector, options)
         except (Interrupted, EnvironmentFailure, FloatingPointError) as reason:
             if isinstance(reason, EnvironmentFailure):
+                collector.lock = contextlib.nullcontext()  # who holds it may be dead
                 collector.skip_episodes()
             run.save(policy, optimizer, collector, options)
             run.bar.write(f"stopped at step {run.step}; go on with: --resume {run.folder}")
@@ -2422,8 +2439,9 @@ def train(options):
     collector, rollouts = allocate(policy, spec, options, device)
     size = sum(p.numel() for p in policy.parameters())
     with contextlib.closing(Run(options, saved["progress"])) as run:
+        how = options.sampler + " with overlap" * options.overlap
         where = f"{options.num_envs} environments in {count_workers(options)} workers, {size:,} parameters on {device}"
-        run.bar.write(f"{run.folder}: {where}")
+        run.bar.write(f"{run.folder}: {how}, {where}")
         run_updates(run, policy, optimizer, collector, rollouts, spec, options, saved)
         run.bar.close()
         if options.eval_episodes:
