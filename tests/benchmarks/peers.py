@@ -2,8 +2,9 @@
 
     python tests/benchmarks/peers.py --sample-factory-python SF/bin/python --sb3-python SB3/bin/python --rounds 3
 
-The peers are Sample Factory (APPO, asynchronous) and RecurrentPPO of sb3-contrib. Sample Factory pins an old Gymnasium, so
-each lives in a virtual environment of its own (leave one out and it is not measured):
+The peers are Sample Factory (APPO, asynchronous), RecurrentPPO of sb3-contrib, and, where it can be imported, the trainers
+of habitat-baselines (VER, and DD-PPO with double-buffered sampling; see peer_habitat.py). All pin packages, so each lives
+in a virtual environment of its own (leave one out and it is not measured):
 
     python -m venv SF;  SF/bin/pip install torch==2.13.0;  SF/bin/pip install sample-factory==2.1.1 tyro tqdm
     python -m venv SB3; SB3/bin/pip install torch==2.13.0; SB3/bin/pip install sb3-contrib==2.9.2 tyro tqdm
@@ -45,7 +46,7 @@ WARM_UP_ROLLOUTS = 3
 ENV_ID = "PointNavSteady-v0"
 
 VARIANTS = {  # keyword arguments of the functions train_... below
-    "ver": {"default": {}},
+    "ver": {"default": {}, "overlap": {"overlap": True}, "overlap-inline": {"overlap": True, "num_workers": 0}},
     "sample_factory": {
         "2x8-rollout32": {"num_workers": 2, "num_envs_per_worker": 8, "rollout": 32},
         "4x4-rollout32": {"num_workers": 4, "num_envs_per_worker": 4, "rollout": 32},
@@ -56,8 +57,22 @@ VARIANTS = {  # keyword arguments of the functions train_... below
         f"{place}-{threads}thread": {"processes": place == "subproc", "threads": threads}
         for place in ("dummy", "subproc") for threads in (2, 1)
     },
+    "habitat_ver": {
+        "1-inference-worker": {"trainer": "ver", "threads": 1, "inference_workers": 1},
+        "2-inference-workers": {"trainer": "ver", "threads": 2, "inference_workers": 2},
+    },
+    "habitat_ddppo": {
+        f"double-buffered-{threads}thread": {"trainer": "ddppo", "threads": threads, "double_buffered": True}
+        for threads in (1, 2)
+    },
 }  # fmt: skip
-PACKAGES = {"ver": [], "sample_factory": ["sample-factory"], "sb3": ["stable-baselines3", "sb3-contrib"]}
+PACKAGES = {
+    "ver": [],
+    "sample_factory": ["sample-factory"],
+    "sb3": ["stable-baselines3", "sb3-contrib"],
+    "habitat_ver": ["habitat-lab", "habitat-baselines"],
+    "habitat_ddppo": ["habitat-lab", "habitat-baselines"],
+}
 
 
 class PointNavSteady(ver_ppo.PointNav):
@@ -96,7 +111,7 @@ class ObservationEncoder(nn.Module):
 # Trainers: train for at least `steps`, return a mark (steps so far, time) from the end of learning from each rollout.
 
 
-def train_ver(steps, folder):
+def train_ver(steps, folder, **options):
     """ver_ppo.train as it is, logging and checkpoint included."""
     marks, log = [], ver_ppo.Run.log
 
@@ -108,7 +123,7 @@ def train_ver(steps, folder):
     options = ver_ppo.Options(
         env_id=f"peers:{ENV_ID}", total_timesteps=steps, device="cpu", runs_dir=folder, eval_episodes=0,
         num_envs=NUM_ENVS, num_steps=NUM_STEPS, num_minibatches=MINIBATCHES, update_epochs=EPOCHS, hidden_size=HIDDEN,
-        learning_rate=LEARNING_RATE,
+        learning_rate=LEARNING_RATE, **options,
     )  # fmt: skip
     ver_ppo.train(options)
     return marks
@@ -215,9 +230,17 @@ def train_sb3(steps, folder, processes, threads):
     return marks
 
 
+def train_habitat(steps, folder, **settings):
+    """habitat-baselines' trainers, see peer_habitat.py."""
+    import peer_habitat
+
+    return peer_habitat.train(steps, folder, **settings)
+
+
 def measure(trainer, variant, steps):
     """In the trainer's own process and working directory: train, and print the result as one line of JSON."""
-    train = {"ver": train_ver, "sample_factory": train_sample_factory, "sb3": train_sb3}[trainer]
+    trainers = {"ver": train_ver, "sample_factory": train_sample_factory, "sb3": train_sb3}
+    train = trainers.get(trainer, train_habitat)
     marks = train(steps, os.getcwd(), **VARIANTS[trainer][variant])
     (first_step, began), (last_step, ended) = marks[WARM_UP_ROLLOUTS - 1], marks[-1]
     versions = {name: version(name) for name in ("torch", "gymnasium", "numpy", *PACKAGES[trainer])}
@@ -261,31 +284,33 @@ def start(python, trainer, variant, args):
 
 
 def compare(args):
-    """Interleaved rounds of all trainers; returns every run's result, and for each peer the ratios ver / peer."""
+    """Interleaved rounds of all trainers; returns every run's result, and the ratios of our variants to each peer's best."""
     pythons = {"ver": sys.executable, "sample_factory": args.sample_factory_python, "sb3": args.sb3_python}
-    runs = [(t, v) for t in VARIANTS if pythons[t] for v in list(VARIANTS[t])[: None if args.all_variants else 1]]
+    pythons |= {"habitat_ver": args.habitat_python, "habitat_ddppo": args.habitat_python}
+    counted = {trainer: len(VARIANTS[trainer]) if args.all_variants or trainer == "ver" else 1 for trainer in VARIANTS}
+    runs = [(t, v) for t in VARIANTS if pythons[t] for v in list(VARIANTS[t])[: counted[t]]]
     sps, results = {run: [] for run in runs}, []
     for round_number in range(args.rounds):
         for trainer, variant in runs:
             result = start(pythons[trainer], trainer, variant, args)
             results.append(result)
             sps[trainer, variant].append(result["sps"])
-            ratio = sps["ver", "default"][-1] / result["sps"]
-            row = f"{result['sps']:.0f} steps/s, ver/this {ratio:.2f}"
-            print(f"round {round_number + 1}: {trainer} {variant}: {row}", flush=True)
-    summary = {}
+            print(f"round {round_number + 1}: {trainer} {variant}: {result['sps']:.0f} steps/s", flush=True)
+    summary = []
     for peer in dict.fromkeys(trainer for trainer, _ in runs if trainer != "ver"):
         best = max((run for run in runs if run[0] == peer), key=lambda run: np.median(sps[run]))
-        ratios = [ours / theirs for ours, theirs in zip(sps["ver", "default"], sps[best])]
-        summary[peer] = {"variant": best[1], "sps": sps[best], "ver_over_peer": ratios, "median": float(np.median(ratios))}
-        print(f"ver/{peer} ({best[1]}): median {np.median(ratios):.2f}, {min(ratios):.2f} to {max(ratios):.2f}")
-    return {"steps": args.total_timesteps, "cores": os.cpu_count(), "peers": summary, "runs": results}
+        for ours in VARIANTS["ver"]:
+            ratios = [our_sps / peer_sps for our_sps, peer_sps in zip(sps["ver", ours], sps[best])]
+            summary.append({"ver": ours, "peer": peer, "variant": best[1], "ratios": ratios, "median": np.median(ratios)})
+            print(f"ver {ours} / {peer} {best[1]}: median {np.median(ratios):.2f}, {min(ratios):.2f} to {max(ratios):.2f}")
+    return {"steps": args.total_timesteps, "cores": os.cpu_count(), "ratios": summary, "runs": results}
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sample-factory-python", type=os.path.abspath, help="Python of its virtual environment")
     parser.add_argument("--sb3-python", type=os.path.abspath, help="Python of its virtual environment")
+    parser.add_argument("--habitat-python", type=os.path.abspath, help="Python that can import habitat_baselines")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--total-timesteps", type=int, default=100_000, help="of each run")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds after which a run is given up")
