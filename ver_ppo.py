@@ -27,7 +27,7 @@ on the same buffers in shared memory, while the main process learns or waits.
 
 Shapes stand in the names: N environments, S steps of a rollout (T x N; the buffer has N slots more, for open records),
 Q sequences, M steps of a mini-batch, B any batch, H hidden units, L LSTM layers, A action numbers; in PointNav K boxes,
-R rays, C corners, P points, H x W pixels.
+R rays, C corners, P points, H x W pixels; in the pool of --sampler async P trajectories.
 
 Papers: VER; DD-PPO (Wijmans et al. 2020); SF, Sample Factory (Petrenko et al. 2020); IMPALA (Espeholt et al. 2018).
 
@@ -59,6 +59,7 @@ import functools
 import json
 import math
 import multiprocessing.connection
+import multiprocessing.forkserver
 import os
 import select
 import shutil
@@ -271,6 +272,11 @@ def validate_options(options):
         ),
         (1 <= o.num_inference_workers <= 64, "num_inference_workers", "must be within 1..64"),
         (
+            not o.remote or count_workers(o) <= 128,  # the fork server passes on no more than 250 file descriptors
+            "envs_per_worker",
+            "must leave at most 128 workers where other processes serve requests",
+        ),
+        (
             o.num_inference_workers == 1 or o.num_workers != 0,
             "num_inference_workers",
             "needs environments in processes of their own: give --num-workers",
@@ -394,7 +400,7 @@ class FloorPlan:
     """
 
     def __init__(self, rng):
-        columns, rows = rng.integers(2, 4, size=2)
+        columns, rows = rng.int64(2, 4, size=2)
         x = np.concatenate([[0], np.cumsum(rng.uniform(2.4, 3.8, columns))])
         y = np.concatenate([[0], np.cumsum(rng.uniform(2.4, 3.8, rows))])
         self.size = np.array([x[-1], y[-1]])
@@ -468,7 +474,7 @@ class PointNav(gym.Env):
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
         rng = self.np_random
-        self.plan = floor_plan(self.split, int(rng.integers(NUM_PLANS[self.split])))
+        self.plan = floor_plan(self.split, int(rng.int64(NUM_PLANS[self.split])))
         self.geodesic = np.inf
         while not 1.0 <= self.geodesic < np.inf:
             points_P2 = rng.uniform(0, self.plan.size, (64, 2))
@@ -885,7 +891,7 @@ def action_dtype(spec):
     return torch.int64 if spec.discrete_actions else torch.float32
 
 
-integers, flags, numbers = (functools.partial(torch.zeros, dtype=kind) for kind in (torch.int64, torch.bool, torch.float64))
+int64, boolean, float64 = (functools.partial(torch.zeros, dtype=kind) for kind in (torch.int64, torch.bool, torch.float64))
 
 
 class Shared:
@@ -897,7 +903,12 @@ class Shared:
     """
 
     def __init__(self, **host):
-        self.__setstate__({"host": host})
+        self.host = host
+        self.view()
+
+    def view(self):
+        """Make the numpy arrays."""
+        vars(self).update({name: tensor.numpy() for name, tensor in self.host.items()})
 
     def share(self):
         """Move everything to shared memory, before other processes get to know it. Raises UserError if that is full."""
@@ -907,18 +918,17 @@ class Shared:
             free = shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else math.inf
             if needed > free:
                 sizes = f"{needed / 2**20:.0f} MiB of shared memory are needed and /dev/shm has {free / 2**20:.0f}"
-                raise UserError(f"{sizes}: enlarge it (docker run --shm-size) or choose a smaller --num-steps")
+                raise UserError(f"{sizes}: enlarge it (docker run --shm-size), or take less of --num-envs and --num-steps")
         for tensor in tensors:
             tensor.share_memory_()
-        self.__setstate__({})
-        return self
+        self.view()
 
     def __getstate__(self):
         return {name: value for name, value in vars(self).items() if name not in self.host}
 
     def __setstate__(self, state):
         vars(self).update(state)
-        vars(self).update({name: tensor.numpy() for name, tensor in self.host.items()})
+        self.view()
 
 
 class Transfer(Shared):
@@ -933,14 +943,14 @@ class Transfer(Shared):
         self.final_obs = observation_buffers(spec, num_envs)  # the observation that a reset replaced, if truncated
         super().__init__(
             action=torch.zeros(num_envs, spec.action_numbers, dtype=action_dtype(spec)),
-            first=flags(num_envs),
+            first=boolean(num_envs),
             reward=torch.zeros(num_envs),
-            terminated=flags(num_envs),
-            truncated=flags(num_envs),
-            episode=integers(num_envs),  # number of the episode that `obs` belongs to
-            result=numbers(num_envs, 2 + len(spec.metrics)),  # of the episode that ended last: return, length, metrics
-            step_began=numbers(num_envs),  # when the last step began, by perf_counter
-            step_sec=numbers(num_envs),  # what it took, a reset included
+            terminated=boolean(num_envs),
+            truncated=boolean(num_envs),
+            episode=int64(num_envs),  # number of the episode that `obs` belongs to
+            result=float64(num_envs, 2 + len(spec.metrics)),  # of the episode that ended last: return, length, metrics
+            step_began=float64(num_envs),  # when the last step began, by perf_counter
+            step_sec=float64(num_envs),  # what it took, a reset included
         )
 
 
@@ -953,7 +963,7 @@ class Rollout(Shared):
 
     SPENT = ("waiting_sec", "inference_sec", "simulation_sec", "batches", "served")  # counted until `describe_rollout` asks
 
-    def __init__(self, spec, steps, num_envs, state_shape, device, slots=None):
+    def __init__(self, spec, steps, num_envs, state_shape, device, slots=None, **more):
         self.slots = slots or steps + num_envs
         self.steps, self.num_envs, self.device = steps, num_envs, device
         self.carried = 0  # records that the previous rollout left open
@@ -965,18 +975,19 @@ class Rollout(Shared):
         self.value = torch.zeros(self.slots, device=device)
         self.final_value = torch.zeros(self.slots, device=device)  # value of the final observation, where truncated
         super().__init__(
-            env=integers(self.slots),
-            version=integers(self.slots),  # of the policy that chose the action
-            first=flags(self.slots),  # first step of an episode: the memory was reset before it
+            env=int64(self.slots),
+            version=int64(self.slots),  # of the policy that chose the action
+            first=boolean(self.slots),  # first step of an episode: the memory was reset before it
             reward=torch.zeros(self.slots),
-            terminated=flags(self.slots),
-            truncated=flags(self.slots),
-            complete=flags(self.slots),
-            result=numbers(self.slots, 2 + len(spec.metrics)),  # of the episode, where one ended
-            size=integers(()),  # slots in use
-            num_complete=integers(()),
-            policy_version=integers(()),  # which this rollout is collected with
-            **{name: numbers(()) for name in self.SPENT},
+            terminated=boolean(self.slots),
+            truncated=boolean(self.slots),
+            complete=boolean(self.slots),
+            result=float64(self.slots, 2 + len(spec.metrics)),  # of the episode, where one ended
+            size=int64(()),  # slots in use
+            num_complete=int64(()),
+            policy_version=int64(()),  # which this rollout is collected with
+            **{name: float64(()) for name in self.SPENT},
+            **more,
         )
 
     def columns(self):
@@ -993,8 +1004,8 @@ class Trajectories(Rollout):
 
     def __init__(self, spec, steps, num_envs, state_shape, device):
         self.length = steps // num_envs + 1
-        super().__init__(spec, steps, num_envs, state_shape, device, 3 * num_envs * self.length)
-        self.__setstate__({"host": self.host | {"free_P": ~flags(3 * num_envs)}})
+        slots = 3 * num_envs * self.length
+        super().__init__(spec, steps, num_envs, state_shape, device, slots, free_P=~boolean(3 * num_envs))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -1118,8 +1129,6 @@ def worker_process(group, commands, rows, options, split, spec, transfer, starts
                 if time.perf_counter() - since > ANNOUNCE_SEC or row == wanted[-1]:
                     write_numbers(group.announce, answered)
                     answered, since = [], time.perf_counter()
-    except BrokenPipeError:  # the main process is gone
-        pass
     except Exception:
         group.fail(row, environments[row].failure() if row in environments else f"{row}:\n{traceback.format_exc()}")
     for environment in environments.values():
@@ -1148,6 +1157,10 @@ class ProcessGroup:
         methods = mp.get_all_start_methods()
         self.context = mp.get_context(start_method or ("forkserver" if "forkserver" in methods else "spawn"))
         self.context.set_forkserver_preload(["torch", "gymnasium", "tyro", "tqdm"])
+        if self.context.get_start_method() == "forkserver":  # without it nobody could be killed: it must outlive SIGTERM
+            handler = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            multiprocessing.forkserver.ensure_running()
+            signal.signal(signal.SIGTERM, handler)
         self.announced, self.announce = self.context.Pipe(duplex=False)
         os.set_blocking(self.announced.fileno(), False)  # of several processes that wake, one gets the numbers
         self.error = torch.zeros(num_numbers, 8192, dtype=torch.uint8).share_memory_()
@@ -1167,7 +1180,11 @@ class ProcessGroup:
         group.commands = []  # or the pipes would not end with this process
         args = (function, group, commands, *args)
         process = self.context.Process(target=process_body, args=args, name=name, daemon=True)
-        process.start()
+        try:
+            process.start()
+        except BaseException:
+            self.close()
+            raise
         self.processes.append(process)
         self.poller.register(process.sentinel, select.POLLIN)
 
@@ -1311,7 +1328,7 @@ class Collector(Shared):
     def __init__(self, workers, transfer, policy, spec, options, device, stop):
         num_envs, self.stop = options.num_envs, stop
         self.workers, self.transfer, self.timeout_sec = workers, transfer, options.env_timeout
-        self.least, self.most = options.min_requests, options.max_requests
+        self.min_requests, self.max_requests = options.min_requests, options.max_requests
         self.needed = num_envs if options.sampler == "sync" else 1  # requests without which nothing is inferred
         self.quota = options.rollout_steps if options.sampler == "ver" else options.num_steps  # steps of one environment
         self.alone = options.num_inference_workers == 1
@@ -1320,15 +1337,15 @@ class Collector(Shared):
         self.state_N = torch.zeros(num_envs, *policy.state_shape, device=device)  # before the environment's next step
         self.prev_action_N = torch.zeros(num_envs, spec.action_numbers, dtype=action_dtype(spec), device=device)
         super().__init__(
-            open_slot_N=integers(num_envs) - 1,  # the slot of each environment's open record; -1: none
-            held_N=flags(num_envs),  # its open record is a bootstrap value: no action was sent
-            steps_N=integers(num_envs),  # complete steps in this rollout
-            request_N=integers(num_envs),  # order of those that have answered and wait for inference; 0: does not wait
-            requests=integers(()),  # so far
-            version=integers(()),  # of the policy: updates so far
-            heard=numbers(()) + time.perf_counter(),  # when requests were served last
-            episode_N=integers(num_envs),
-            sent_N=integers(num_envs),  # actions since that episode began ...
+            open_slot_N=int64(num_envs) - 1,  # the slot of each environment's open record; -1: none
+            held_N=boolean(num_envs),  # its open record is a bootstrap value: no action was sent
+            steps_N=int64(num_envs),  # complete steps in this rollout
+            request_N=int64(num_envs),  # order of those that have answered and wait for inference; 0: does not wait
+            requests=int64(()),  # so far
+            version=int64(()),  # of the policy: updates so far
+            served_at=float64(()) + time.perf_counter(),  # when requests were taken last, or a rollout began
+            episode_N=int64(num_envs),
+            sent_N=int64(num_envs),  # actions since that episode began ...
             history_NTA=torch.zeros(num_envs, REPLAY_LIMIT, spec.action_numbers, dtype=action_dtype(spec)),  # ... and which
         )
 
@@ -1373,21 +1390,22 @@ def await_requests(collector):
     If there are fewer than --min-requests, wait for more, but only half an inference time: that long, one larger batch is
     cheaper than two small ones. Raises EnvironmentFailure if there is none within --env-timeout, and Interrupted after
     Ctrl-C or SIGTERM. Where several serve requests, returns after a moment even if there are none: another one may have
-    ended the rollout.
+    ended the rollout. Returns the seconds it took.
     """
     began = time.perf_counter()
     receive(collector, 0)
     while np.count_nonzero(collector.request_N) < collector.needed:
         receive(collector, 1.0 if collector.alone else 0.005)
-        if not collector.request_N.any() and time.perf_counter() - collector.heard > collector.timeout_sec:
-            awaited = np.flatnonzero(collector.open_slot_N >= 0).tolist() or "all"
-            message = f"no environment has answered for {collector.timeout_sec:.0f} s (--env-timeout); awaited: {awaited}"
+        too_few = np.count_nonzero(collector.request_N) < collector.needed
+        if too_few and time.perf_counter() - collector.served_at > collector.timeout_sec:
+            awaited = np.flatnonzero((collector.request_N == 0) & ~collector.held_N).tolist()
+            message = f"no answer from environments {awaited} for {collector.timeout_sec:.0f} s (--env-timeout)"
             raise EnvironmentFailure(message)
         if not collector.alone:
             break
     deadline = time.perf_counter() + collector.inference_sec / 2
-    while np.count_nonzero(collector.request_N) < collector.least and (left_sec := deadline - time.perf_counter()) > 0:
-        receive(collector, left_sec)
+    while np.count_nonzero(collector.request_N) < collector.min_requests and time.perf_counter() < deadline:
+        receive(collector, max(0.0, deadline - time.perf_counter()))
     return time.perf_counter() - began
 
 
@@ -1413,9 +1431,9 @@ def take_requests(collector, limit):
     rows = np.flatnonzero(collector.request_N)
     if len(rows) < collector.needed:
         return rows[:0]
-    rows = rows[np.argsort(collector.request_N[rows])][: min(limit, collector.most)]
+    rows = rows[np.argsort(collector.request_N[rows])][: min(limit, collector.max_requests)]
     collector.request_N[rows] = 0
-    collector.heard[...] = time.perf_counter()
+    collector.served_at[...] = time.perf_counter()
     return rows
 
 
@@ -1534,6 +1552,7 @@ def send_actions(collector, rows, action_BA, after_B):
         collector.episode_N[rows] = collector.transfer.episode[rows]
         collector.history_NTA[rows, np.minimum(collector.sent_N[rows], REPLAY_LIMIT - 1)] = action
         collector.sent_N[rows] += 1
+        synchronize(action_BA.device)  # the next request of these rows may be served by another process
     collector.workers.send(rows.tolist())
 
 
@@ -1556,19 +1575,18 @@ def carry_over(previous, rollout, collector):
 
     They keep the old policy's action, log-probability, value and version, which PPO's ratio accounts for; so nothing
     that was simulated is lost. Records whose action was held back are dropped: they were only bootstrap values, and their
-    environments wait for inference again. `previous` may be the same buffer.
+    environments wait for inference again. `previous` may be the same buffer. Nobody else is at work between two rollouts.
     """
     held = np.flatnonzero(collector.held_N)
     collector.open_slot_N[held], collector.held_N[:], collector.steps_N[:] = -1, False, 0
-    with collector.lock:
-        note_requests(collector, held)
+    note_requests(collector, held)
     slots = np.sort(collector.open_slot_N[collector.open_slot_N >= 0])
     for old, new in zip(previous.columns(), rollout.columns()):
         new[: len(slots)] = old[slots]
     rollout.complete[:], rollout.num_complete[...], rollout.policy_version[...] = False, 0, collector.version
     rollout.size[...] = rollout.carried = len(slots)
     collector.open_slot_N[rollout.env[: len(slots)]] = np.arange(len(slots))
-    collector.heard[...] = time.perf_counter()
+    collector.served_at[...] = time.perf_counter()
 
 
 @torch.inference_mode()
@@ -1580,9 +1598,10 @@ def collect_trajectories(actors, pool, collector, finished):
     """
     while True:
         waiting_sec = await_requests(collector)
-        began, version = time.perf_counter(), int(collector.version)
+        began = time.perf_counter()
         with collector.lock:
-            rows, closed, slots = claim_trajectory_slots(pool, collector, take_requests(collector, collector.most))
+            version = int(collector.version)
+            rows, closed, slots = claim_trajectory_slots(pool, collector, take_requests(collector, collector.max_requests))
         if not len(rows):
             time.sleep(0.001)
             continue
@@ -1672,32 +1691,34 @@ def check_trajectories(pool, records, version):
 class InferenceWorkers(ProcessGroup):
     """Processes that serve requests while this one learns or waits (--num-inference-workers, --overlap, --sampler async).
 
-    They act by copies of the policy in shared memory. Of these there are two, and `publish` writes the one that nobody
-    reads: that was replaced a whole update ago.
+    They act by copies of the weights in shared memory. Of these there are two, and `publish` writes the one that nobody
+    reads: it was replaced a whole update ago.
     """
 
     def __init__(self, policy, rollouts, collector, spec, options, starts):
         super().__init__(options.num_inference_workers)
         self.policy, self.collector, self.num_workers = policy, collector, options.num_inference_workers
-        self.actors = [copy.deepcopy(policy).requires_grad_(False).share_memory() for _ in range(2)]
+        weights = nn.utils.parameters_to_vector(policy.parameters()).detach()
+        self.weights = torch.stack([weights, weights]).share_memory_()
         collector.lock = SharedLock(self.context.Lock())
         commands, command = self.context.Pipe(duplex=False)  # one for all: whoever is free reads the next command
         self.commands = [command]
         for worker in range(self.num_workers):
-            args = (worker, self.actors, rollouts, collector, spec, options, starts)
+            args = (worker, self.weights, rollouts, collector, spec, options, None if collector.workers else starts)
             self.start(f"inference worker {worker}", inference_process, commands, *args)
         commands.close()
 
     def __getstate__(self):  # what its processes need
-        private = ("policy", "collector", "actors")
+        private = ("policy", "collector", "weights")
         return {name: value for name, value in super().__getstate__().items() if name not in private}
 
     def publish(self):
         """Let inference act by the weights that were just learned."""
         with torch.no_grad():
-            self.actors[(self.collector.version + 1) % 2].load_state_dict(self.policy.state_dict())
-        synchronize(self.collector.state_N.device)
-        self.collector.version += 1
+            self.weights[(self.collector.version + 1) % 2] = nn.utils.parameters_to_vector(self.policy.parameters())
+        synchronize(self.weights.device)
+        with self.collector.lock:
+            self.collector.version += 1
 
     def collect(self, previous, rollouts, number):
         """Begin to collect into the rollout of this number; what is in flight comes from the previous one."""
@@ -1710,13 +1731,14 @@ class InferenceWorkers(ProcessGroup):
         numbers = []
         while len(numbers) < count:
             try:
-                numbers += self.receive(1.0)
+                received = self.receive(1.0)
                 if self.collector.workers:
                     self.collector.workers.check()
             finally:
                 self.collector.stop.check()
+            numbers += received
             limit_sec = self.collector.timeout_sec + 60  # inference workers give up before, if they can
-            if time.perf_counter() - self.collector.heard > limit_sec:
+            if not received and time.perf_counter() - self.collector.served_at > limit_sec:
                 raise EnvironmentFailure(f"inference has stood still for {limit_sec:.0f} s (--env-timeout and a minute)")
         return numbers
 
@@ -1740,7 +1762,7 @@ class EndOfPipe:
 
     def __init__(self, commands):
         self.poller = select.poll()
-        self.poller.register(commands, 0)  # no event but the hang-up, which is always reported
+        self.poller.register(commands, select.POLLHUP)
 
     def check(self):
         """Raises Interrupted if there will be no more commands."""
@@ -1748,25 +1770,30 @@ class EndOfPipe:
             raise Interrupted(0)
 
 
-def inference_process(group, commands, worker, actors, rollouts, collector, spec, options, starts):
-    """Body of an inference worker: collect whenever a command arrives, by the very function that runs inline otherwise."""
+def inference_process(group, commands, worker, weights, rollouts, collector, spec, options, starts):
+    """Body of an inference worker: collect whenever a command arrives, by the very functions that run inline otherwise."""
     collector.stop = EndOfPipe(commands)
     collector.trace = Trace(options.trace) if options.trace else None
+    actors = [Policy(spec, options).to(weights.device).requires_grad_(False) for _ in weights]
+    for actor, vector in zip(actors, weights):
+        nn.utils.vector_to_parameters(vector, actor.parameters())  # as views: they change with what is published
     torch.manual_seed(episode_seed("train", options.seed, options.num_envs + worker, int(collector.version)))
-    try:
-        if collector.workers is None:
-            collector.workers = start_workers(options, "train", spec, collector.transfer, starts)
-        if options.sampler == "async":
-            collect_trajectories(actors, rollouts[0], collector, group.announce)
-        while command := read_numbers(commands, 1):
-            rollout = rollouts[command[0]]
-            collect_rollout(actors[rollout.policy_version % 2], rollout, collector)
-            synchronize(rollout.device)
-            write_numbers(group.announce, [worker])
-    except (Interrupted, BrokenPipeError):
-        pass
-    except Exception as error:
-        group.fail(worker, str(error) if isinstance(error, EnvironmentFailure) else traceback.format_exc())
+    with contextlib.ExitStack() as stack:
+        try:
+            if collector.workers is None:
+                collector.workers = start_workers(options, "train", spec, collector.transfer, starts)
+                stack.enter_context(contextlib.closing(collector.workers))
+            if options.sampler == "async":
+                collect_trajectories(actors, rollouts[0], collector, group.announce)
+            while command := read_numbers(commands, 1):
+                rollout = rollouts[command[0]]
+                collect_rollout(actors[rollout.policy_version % 2], rollout, collector)
+                synchronize(rollout.device)
+                write_numbers(group.announce, [worker])
+        except Interrupted:
+            pass
+        except Exception as error:
+            group.fail(worker, str(error) if isinstance(error, EnvironmentFailure) else traceback.format_exc())
     if collector.trace:
         collector.trace.flush()
 
@@ -1775,6 +1802,7 @@ def inline_rollouts(policy, rollout, collector):
     """This process is inference worker and learner by turns (VER appendix A.1): yields rollouts and their records."""
     while True:
         torch.set_num_threads(1)  # the workers want the cores now
+        collector.workers.check()  # `receive` asks for answers first
         carry_over(rollout, rollout, collector)
         collect_rollout(policy, rollout, collector)
         yield rollout, np.arange(rollout.size)
@@ -1782,7 +1810,7 @@ def inline_rollouts(policy, rollout, collector):
 
 def remote_rollouts(inference, rollouts):
     """Inference workers collect. With two buffers (--overlap) they fill one while the learner uses the other: its gradients
-    are delayed by one rollout (HTS-RL, Liu et al. 2020)."""
+    are delayed by one rollout (as in HTS-RL, Liu et al. 2020; PPO's ratio accounts for it)."""
     number = 0
     inference.collect(rollouts[0], rollouts, 0)
     while True:
@@ -1814,16 +1842,17 @@ def finished_trajectories(inference, pool):
 def find_sequences(env_S, first_S, complete_S):
     """Complete slots environment by environment in time order, and where in that order the Q sequences begin.
 
-    A sequence begins where a rollout begins for an environment, and where an episode begins (VER section 2.2).
+    A sequence begins where a rollout begins for an environment, and where an episode begins (VER section 2.2); and behind an
+    open record, where another trajectory of the environment begins (--sampler async).
 
     >>> env, first = np.array([0, 1, 0, 1, 0]), np.array([False, True, True, False, False])
     >>> find_sequences(env, first, np.array([True, True, True, True, False]))  # slot 4 is open
     (array([0, 2, 1, 3]), array([0, 1, 2]))
     """
-    complete = np.flatnonzero(complete_S)
-    order_S = complete[np.argsort(env_S[complete], kind="stable")]
-    begins_S = first_S[order_S] | (np.diff(env_S[order_S], prepend=-1) != 0)
-    return order_S, np.flatnonzero(begins_S)
+    order = np.argsort(env_S, kind="stable")
+    complete, new_env = complete_S[order], np.diff(env_S[order], prepend=-1) != 0
+    begins = first_S[order] | new_env | ~np.append(True, complete[:-1])
+    return order[complete], np.flatnonzero(begins[complete])
 
 
 def cut_minibatches(order_S, begin_Q, permutation_Q, num_minibatches):
@@ -1987,7 +2016,7 @@ def learn(policy, optimizer, rollout, records, options):
     complete_S, discounts = columns["complete"], {"gamma": options.gamma, "gae_lambda": options.gae_lambda}
     order_S, begin_Q = find_sequences(columns["env"], rollout.first[records], complete_S)
     if options.sampler == "async":
-        ratio_S = off_policy(policy, rollout, records, columns["value"], order_S, begin_Q, options)
+        ratio_S, columns["value"] = off_policy(policy, rollout, records, columns["value"], order_S, begin_Q, options)
         return_S, advantage_S = vtrace(**columns, ratio=ratio_S, **discounts)
         weight_S = np.ones_like(ratio_S)
     else:
@@ -2012,21 +2041,21 @@ def learn(policy, optimizer, rollout, records, options):
 
 @torch.no_grad()
 def off_policy(policy, rollout, records, value_S, order_S, begin_Q, options):
-    """What V-trace needs to know of the policy as it is before this update: returns the probability ratio of every action
-    (1 in open records), and puts its values of all complete records into `value_S`."""
-    ratio_S = np.ones_like(value_S)
+    """What V-trace needs to know of the policy as it is before this update: the probability ratio of every action, and its
+    values, instead of those that were collected, `value_S`. Open records keep ratio 1 and their value."""
+    ratio_S, value_S = np.ones_like(value_S), value_S.copy()
     for minibatch in cut_minibatches(order_S, begin_Q, np.arange(len(begin_Q)), options.num_minibatches):
         packed = pack_sequences(*minibatch)
         distribution, value_M, batch = run_sequences(policy, rollout, records, packed)
         value_S[packed[0]] = value_M.cpu()
         ratio_S[packed[0]] = (distribution.log_prob(batch["action"]) - batch["log_prob"]).exp().cpu()
-    return ratio_S
+    return ratio_S, value_S
 
 
 def run_sequences(policy, rollout, records, packed):
     """The policy on packed sequences: distribution and value_M of their steps, and what the buffer holds of these."""
-    positions_M, batch_sizes, begin_Q = packed
-    index_M, index_Q = (torch.from_numpy(records[positions]).to(rollout.device) for positions in (positions_M, begin_Q))
+    positions_M, batch_sizes, start_Q = packed
+    index_M, index_Q = (torch.from_numpy(records[positions]).to(rollout.device) for positions in (positions_M, start_Q))
     batch = {name: getattr(rollout, name)[index_M] for name in ("action", "log_prob", "prev_action")}
     obs = {key: part[index_M] for key, part in rollout.obs.items()}
     first_M = torch.from_numpy(rollout.first[records[positions_M]]).to(rollout.device)
@@ -2157,6 +2186,11 @@ class Run:
         save_checkpoint(self.folder / "checkpoint.pt", policy, optimizer, collector, options, progress)
         self.saved_step = self.step
 
+    def give_up(self, *state):
+        """Write the checkpoint, and say how to go on from it."""
+        self.save(*state)
+        self.bar.write(f"stopped at step {self.step}; go on with: --resume {self.folder}")
+
     def log(self, step, scalars, results, metrics):
         """Count the steps, write scalars and the mean result of the last 100 episodes, move the progress bar."""
         self.step = step
@@ -2230,7 +2264,7 @@ def describe_rollout(rollout, records, collector, options, learning_sec, cycle_s
         "time/learning_share": learning_sec / cycle_sec,
         "time/rollout_sec": rollout_sec,
         "time/learning_sec": learning_sec,
-        "time/env_step_ms": 1000 * spent["simulation_sec"] / max(1, spent["served"]),
+        "time/env_step_ms": 1000 * spent["simulation_sec"] / rollout.steps,
         "ver/batch_size": spent["served"] / max(1, spent["batches"]),
         "ver/steps_per_env_min": steps_N.min(),
         "ver/steps_per_env_max": steps_N.max(),
@@ -2409,22 +2443,25 @@ def run_updates(run, policy, optimizer, collector, rollouts, spec, options, save
     stop = collector.stop = StopSignal()
     if options.resume:
         collector.restore(saved)
-    with stop, collection(policy, collector, rollouts, spec, options, saved.get("environments")) as (source, publish):
+    with stop:
         try:
-            while run.step < options.total_timesteps:
-                logs, results = update(run, policy, optimizer, source, collector, options)
-                publish()
-                run.log(run.step + options.rollout_steps, logs, results, spec.metrics)
-                if run.step - run.saved_step >= options.checkpoint_interval:
+            with collection(policy, collector, rollouts, spec, options, saved.get("environments")) as (source, publish):
+                try:
+                    while run.step < options.total_timesteps:
+                        logs, results = update(run, policy, optimizer, source, collector, options)
+                        publish()
+                        run.log(run.step + options.rollout_steps, logs, results, spec.metrics)
+                        if run.step - run.saved_step >= options.checkpoint_interval:
+                            run.save(policy, optimizer, collector, options)
+                    stop.check()
                     run.save(policy, optimizer, collector, options)
-            stop.check()
-            run.save(policy, optimizer, collector, options)
-        except (Interrupted, EnvironmentFailure, FloatingPointError) as reason:
-            if isinstance(reason, EnvironmentFailure):
-                collector.lock = contextlib.nullcontext()  # who holds it may be dead
-                collector.skip_episodes()
-            run.save(policy, optimizer, collector, options)
-            run.bar.write(f"stopped at step {run.step}; go on with: --resume {run.folder}")
+                except (Interrupted, FloatingPointError):  # at once: who sent the signal may be impatient
+                    run.give_up(policy, optimizer, collector, options)
+                    raise
+        except EnvironmentFailure:  # when all processes have ended: one that died may have held the lock
+            collector.lock = contextlib.nullcontext()
+            collector.skip_episodes()
+            run.give_up(policy, optimizer, collector, options)
             raise
 
 
@@ -2457,7 +2494,7 @@ def parse_options(argv):
         return given
     known = {field.name for field in fields(Options)}
     saved = {name: value for name, value in load_checkpoint(path)["options"].items() if name in known}
-    saved |= {"resume": None, "checkpoint": None, "sim_latency_spread": tuple(saved["sim_latency_spread"])}
+    saved |= {"resume": None, "checkpoint": None, "trace": None, "sim_latency_spread": tuple(saved["sim_latency_spread"])}
     options = tyro.cli(Options, args=argv, default=Options(**saved))
     for name, value in asdict(options).items():
         if value != saved.get(name, value) and name not in ("resume", "checkpoint"):

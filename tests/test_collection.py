@@ -177,18 +177,19 @@ def test_dynamic_batch():
     assert workers.now == 1.0
     assert batch(5) == [3]
     ver_ppo.note_requests(collector, [2, 0, 1])
-    collector.most = 5
+    collector.max_requests = 5
     assert batch(1) == [2]  # what the rollout still lacks; first come, first served
-    collector.least = 3
+    collector.min_requests = 3
     assert batch(5) == [0, 1, 4]  # worth a short wait
 
 
-def test_nobody_answers():
-    """A wait without an answer ends with an error that says who was awaited."""
+@pytest.mark.parametrize("sampler, missing", [("ver", [0, 1]), ("sync", [0, 1]), ("sync", [1])])
+def test_nobody_answers(sampler, missing):
+    """A wait without enough answers ends with an error that says who was awaited; lock-step needs everyone's."""
     workers = VirtualWorkers(2, lambda row, step: 1.0)
-    policy, rollout, collector = build(workers, 2, 4, env_timeout=0.05)
-    workers.events = []
-    with pytest.raises(ver_ppo.EnvironmentFailure, match="no environment has answered for 0 s"):
+    policy, rollout, collector = build(workers, 2, 4, env_timeout=0.05, sampler=sampler)
+    workers.events = [event for event in workers.events if event[1] not in missing]
+    with pytest.raises(ver_ppo.EnvironmentFailure, match=f"no answer from environments {missing} for 0 s".replace("[", r"\[")):
         ver_ppo.await_requests(collector)
 
 

@@ -94,6 +94,14 @@ def test_packed_lstm_is_stepping(options):
             torch.testing.assert_close(distribution.log_prob(action[slots_M]), log_prob[slots_M], rtol=1e-4, atol=1e-5)
 
 
+def test_trajectories_are_sequences_of_their_own():
+    """Behind an open record another trajectory begins, in whichever order the two were finished."""
+    env, first = np.array([3, 3, 3, 3, 3, 3, 1, 1]), np.zeros(8, bool)
+    complete = np.array([True, True, False, True, True, False, True, False])
+    order_S, begin_Q = ver_ppo.find_sequences(env, first, complete)
+    assert order_S.tolist() == [6, 0, 1, 3, 4] and begin_Q.tolist() == [0, 1, 3]
+
+
 def test_packed_lstm_is_torchs():
     """What runs on a CPU gives the outputs and gradients of nn.LSTM on the same PackedSequence, which runs on a GPU."""
     lengths = torch.tensor([9, 6, 6, 2, 1])

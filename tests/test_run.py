@@ -354,7 +354,7 @@ def test_environment_hangs(tmp_path, capsys, where):
     began = time.monotonic()
     assert ver_ppo.main(args) == 1
     assert time.monotonic() - began < 30
-    assert "no environment has answered for 2 s" in capsys.readouterr().err
+    assert "no answer from environments [" in capsys.readouterr().err
     assert children() == []
 
 
