@@ -400,7 +400,7 @@ class FloorPlan:
     """
 
     def __init__(self, rng):
-        columns, rows = rng.int64(2, 4, size=2)
+        columns, rows = rng.integers(2, 4, size=2)
         x = np.concatenate([[0], np.cumsum(rng.uniform(2.4, 3.8, columns))])
         y = np.concatenate([[0], np.cumsum(rng.uniform(2.4, 3.8, rows))])
         self.size = np.array([x[-1], y[-1]])
@@ -474,7 +474,7 @@ class PointNav(gym.Env):
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
         rng = self.np_random
-        self.plan = floor_plan(self.split, int(rng.int64(NUM_PLANS[self.split])))
+        self.plan = floor_plan(self.split, int(rng.integers(NUM_PLANS[self.split])))
         self.geodesic = np.inf
         while not 1.0 <= self.geodesic < np.inf:
             points_P2 = rng.uniform(0, self.plan.size, (64, 2))
@@ -1212,14 +1212,19 @@ class ProcessGroup:
             self.check()
         for number in numbers:
             if number < 0:
-                raise EnvironmentFailure(bytes(self.error[-1 - number]).rstrip(b"\0").decode(errors="replace"))
+                raise EnvironmentFailure(self.failure(-1 - number))
         return numbers
 
+    def failure(self, number):
+        """The text that `fail` left."""
+        return bytes(self.error[number]).rstrip(b"\0").decode(errors="replace")
+
     def check(self):
-        """Raises EnvironmentFailure if a process has died."""
+        """Raises EnvironmentFailure if a process has died, with its own last words if there are any."""
         for process in self.processes:
             if process.exitcode is not None:
-                raise EnvironmentFailure(f"{process.name} died with exit code {process.exitcode}")
+                words = [self.failure(number) for number in self.error.any(dim=1).nonzero().flatten().tolist()]
+                raise EnvironmentFailure(words[0] if words else f"{process.name} died with exit code {process.exitcode}")
 
     def close(self):
         """End all processes: they leave at the end of their command pipe; who has not left after 5 s is killed."""

@@ -1,6 +1,7 @@
 """Whole runs: reproducible, resumable, evaluated, and what happens to bad input and failing environments."""
 
 import json
+import multiprocessing.process
 import os
 import signal
 import subprocess
@@ -138,6 +139,23 @@ def test_workers_are_the_same_environments(tmp_path, start_method):
     finally:
         workers.close()
     assert children() == []
+
+
+def test_a_process_that_cannot_be_started(monkeypatch):
+    """The others that were started before it are ended."""
+    options = ver_ppo.Options(env_id="tests.envs:Count-v0", num_envs=4, num_workers=4)
+    spec, start, calls = ver_ppo.describe_env(options), multiprocessing.process.BaseProcess.start, []
+
+    def start_three(process):
+        calls.append(process)
+        if len(calls) == 4:
+            raise OSError("Too many open files")
+        start(process)
+
+    monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", start_three)
+    with pytest.raises(OSError, match="Too many"):
+        ver_ppo.Workers(options, "train", spec, ver_ppo.Transfer(spec, 4), [(0, [])] * 4)
+    assert len(calls) == 4 and not any(process.is_alive() for process in calls[:3])
 
 
 @pytest.mark.parametrize("env_id", ["pointnav", "tests.envs:Count-v0"])
@@ -361,6 +379,7 @@ def test_environment_hangs(tmp_path, capsys, where):
 SIGNALS = [(number, latency_ms, "here") for number in (signal.SIGINT, signal.SIGTERM) for latency_ms in ("0", "4000")]
 SIGNALS += [(signal.SIGINT, "4000", "overlap"), (signal.SIGTERM, "0", "async")]
 SIGNALS += [(signal.SIGTERM, "0", "overlap"), (signal.SIGINT, "0", "two inference workers")]
+SIGNALS += [(signal.SIGTERM, "0", "hanging environments")]
 
 
 @pytest.mark.parametrize("number, latency_ms, where", SIGNALS)
@@ -369,6 +388,7 @@ def test_signals(tmp_path, number, latency_ms, where):
     shared_before = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
     command = [sys.executable, "ver_ppo.py", *small(tmp_path, "--num-workers", "2", "--image-size", "16")]
     command += ["--sim-latency", latency_ms, *REMOTE.get(where, [])]
+    command += ["--env-id", "tests.envs:Faulty-hang-v0"] if where == "hanging environments" else []
     process = subprocess.Popen(
         command, cwd=ROOT, stderr=subprocess.STDOUT, stdout=subprocess.PIPE, text=True, start_new_session=True
     )

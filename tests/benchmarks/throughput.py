@@ -19,8 +19,9 @@ x sync    ratio to `sync` (with the same network) in the same round
 learning  share of the time in which something is learned
 lag       how many updates older than the learner the policy was that chose the actions learned from: mean / largest
 bound     without overlap 1 / (c + l), with overlap 1 / max(c, l), of the seconds per step of collecting, c, and learning, l.
-          a, b: c is the mean time that a simulator took for a step in `ver`, sleep and all, / N. c, d: environment / cores + forward, each measured alone in every round by machinery.py; with overlap all share the cores, so a step
-          takes at least (environment + forward + learning on one thread) / cores. l is the fastest learning of the round
+          a, b: c is the mean time that a simulator took for a step in `ver`, sleep and all, / N. c, d: environment / cores
+          + forward, each measured alone in every round by machinery.py; with overlap all share the cores, so a step takes
+          at least (environment + forward + learning on one thread) / cores. l is the fastest learning of the round
 
 The spreads of a and b were chosen by --calibrate, which starts nothing. For --seed 1 it says: a: `sync` 0.39 of its rate
 without spread, ver / nover 1.29, ver / sync 3.0, learning 31 % of the cycle without spread; b: 0.64, 1.17, 1.8, 22 %.
