@@ -1471,8 +1471,8 @@ def collect_rollout(policy, rollout, collector):
 
     Each pass: take the answered rows, complete their open records with the reward that arrived, infer, write new open
     records, send the actions. The new records of the last pass only serve as bootstrap values: their actions are not
-    sent, and the updated policy will compute them again. --sampler nover and sync hold back an environment's action so,
-    too, as soon as it has given T steps. Several processes may run this at once (--num-inference-workers). Raises
+    sent, and the updated policy will compute them again. In the same way --sampler nover and sync hold back the action of
+    an environment that has given T steps. Several processes may run this at once (--num-inference-workers). Raises
     EnvironmentFailure.
     """
     while rollout.num_complete < rollout.steps:

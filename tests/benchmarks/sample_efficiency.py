@@ -38,7 +38,7 @@ TASKS = {  # flags, what is read from the events, steps
         ("charts/episodic_return",),
         100_000,
     ),
-    "pointnav": ("--image-size 32 --num-envs 16 --sim-latency 2", ("metrics/success", "metrics/spl"), 400_000),
+    "pointnav": ("--image-size 32 --num-envs 16 --sim-latency 2", ("metrics/success", "metrics/spl"), 300_000),
 }
 MODES = {
     "sync": "--sampler sync",
