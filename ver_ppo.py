@@ -2178,7 +2178,7 @@ class Run:
         total = math.ceil(options.total_timesteps / options.rollout_steps) * options.rollout_steps
         self.bar = tqdm(total=total, initial=self.step, unit=" steps", dynamic_ncols=True, smoothing=0.1)
         self.began, self.first_step, self.saved_step = time.perf_counter(), self.step, self.step
-        self.learning_sec = {}  # of the last update with so many threads
+        self.learning_sec = {}  # of the last two updates with so many threads
 
     def close(self):
         """End the progress bar's line and write the last events."""
@@ -2372,10 +2372,11 @@ def keep_freed_memory():
 
 
 def count_learner_threads(options, learning_sec, version):
-    """CPU threads for this update. `learning_sec` says what the last update took with so many threads; each number is
-    tried again every 500 updates (the very first update says nothing: it is always slow).
+    """CPU threads for this update. `learning_sec` says what the last two updates with so many threads took, of which the
+    slower one may have been disturbed. Each number is tried again every 500 updates (the very first says nothing: it is
+    always slow).
 
-    >>> count_learner_threads(Options(), {1: 0.3, min(4, count_cores()): 0.2}, version=7) == min(4, count_cores())
+    >>> count_learner_threads(Options(), {1: [0.3, 0.3], min(4, count_cores()): [9.0, 0.2]}, 7) == min(4, count_cores())
     True
     """
     if options.learner_threads != "auto":
@@ -2383,7 +2384,7 @@ def count_learner_threads(options, learning_sec, version):
     choices = sorted({1, min(4, count_cores())})
     if version % 500 <= len(choices):
         return choices[version % 500 - 1]
-    return min(choices, key=lambda threads: learning_sec.get(threads, 0.0))
+    return min(choices, key=lambda threads: min(learning_sec.get(threads, [0.0])))
 
 
 def update(run, policy, optimizer, source, collector, options):
@@ -2400,7 +2401,7 @@ def update(run, policy, optimizer, source, collector, options):
         group["lr"] = learning_rate
     logs = learn(policy, optimizer, rollout, records, options) | {"charts/learning_rate": learning_rate}
     ended = time.perf_counter()
-    run.learning_sec[threads] = ended - learning_began
+    run.learning_sec.setdefault(threads, deque(maxlen=2)).append(ended - learning_began)
     if collector.trace:
         collector.trace.span("learner", os.getpid(), "learning", learning_began, ended - learning_began)
     logs |= describe_rollout(rollout, records, collector, options, ended - learning_began, ended - began)
