@@ -189,7 +189,8 @@ def test_nobody_answers(sampler, missing):
     workers = VirtualWorkers(2, lambda row, step: 1.0)
     policy, rollout, collector = build(workers, 2, 4, env_timeout=0.05, sampler=sampler)
     workers.events = [event for event in workers.events if event[1] not in missing]
-    with pytest.raises(ver_ppo.EnvironmentFailure, match=f"no answer from environments {missing} for 0 s".replace("[", r"\[")):
+    message = f"no answer from environments {missing} for 0 s".replace("[", r"\[")
+    with pytest.raises(ver_ppo.EnvironmentFailure, match=message):
         ver_ppo.await_requests(collector)
 
 

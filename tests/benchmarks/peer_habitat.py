@@ -1,4 +1,4 @@
-"""habitat-baselines' VER and DD-PPO trainers as peers of peers.py, which starts this where habitat-baselines can be imported.
+"""habitat-baselines' VER and DD-PPO as peers of peers.py, which starts this where habitat-baselines can be imported.
 
 Trainers, storages, workers and PPO are its own. The environment enters through habitat-lab's GymRegistryEnv
 and old gym, the network through the registry of policies: the encoders of peers.py, an embedding of the previous action,
