@@ -964,25 +964,25 @@ class Rollout(Shared):
     SPENT = ("waiting_sec", "inference_sec", "simulation_sec", "batches", "served")  # counted until `describe_rollout` asks
 
     def __init__(self, spec, steps, num_envs, state_shape, device, slots=None, **more):
-        self.slots = slots or steps + num_envs
+        slots = slots or steps + num_envs
         self.steps, self.num_envs, self.device = steps, num_envs, device
         self.carried = 0  # records that the previous rollout left open
-        self.obs = observation_buffers(spec, self.slots, device)
-        self.state = torch.zeros(self.slots, *state_shape, device=device)  # recurrent state before the step
-        self.prev_action = torch.zeros(self.slots, spec.action_numbers, dtype=action_dtype(spec), device=device)
+        self.obs = observation_buffers(spec, slots, device)
+        self.state = torch.zeros(slots, *state_shape, device=device)  # recurrent state before the step
+        self.prev_action = torch.zeros(slots, spec.action_numbers, dtype=action_dtype(spec), device=device)
         self.action = torch.zeros_like(self.prev_action)
-        self.log_prob = torch.zeros(self.slots, device=device)
-        self.value = torch.zeros(self.slots, device=device)
-        self.final_value = torch.zeros(self.slots, device=device)  # value of the final observation, where truncated
+        self.log_prob = torch.zeros(slots, device=device)
+        self.value = torch.zeros(slots, device=device)
+        self.final_value = torch.zeros(slots, device=device)  # value of the final observation, where truncated
         super().__init__(
-            env=int64(self.slots),
-            version=int64(self.slots),  # of the policy that chose the action
-            first=boolean(self.slots),  # first step of an episode: the memory was reset before it
-            reward=torch.zeros(self.slots),
-            terminated=boolean(self.slots),
-            truncated=boolean(self.slots),
-            complete=boolean(self.slots),
-            result=float64(self.slots, 2 + len(spec.metrics)),  # of the episode, where one ended
+            env=int64(slots),
+            version=int64(slots),  # of the policy that chose the action
+            first=boolean(slots),  # first step of an episode: the memory was reset before it
+            reward=torch.zeros(slots),
+            terminated=boolean(slots),
+            truncated=boolean(slots),
+            complete=boolean(slots),
+            result=float64(slots, 2 + len(spec.metrics)),  # of the episode, where one ended
             size=int64(()),  # slots in use
             num_complete=int64(()),
             policy_version=int64(()),  # which this rollout is collected with
@@ -1006,6 +1006,10 @@ class Trajectories(Rollout):
         self.length = steps // num_envs + 1
         slots = 3 * num_envs * self.length
         super().__init__(spec, steps, num_envs, state_shape, device, slots, free_P=~boolean(3 * num_envs))
+
+    def is_last(self, slots):
+        """Whether these slots (-1: none) hold the T-th record of their trajectory."""
+        return slots % self.length == self.length - 2
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -1130,7 +1134,8 @@ def worker_process(group, commands, rows, options, split, spec, transfer, starts
                     write_numbers(group.announce, answered)
                     answered, since = [], time.perf_counter()
     except Exception:
-        group.fail(row, environments[row].failure() if row in environments else f"{row}:\n{traceback.format_exc()}")
+        text = environments[row].failure() if row in environments else f"environment {row}:\n{traceback.format_exc()}"
+        group.fail(row, text)
     for environment in environments.values():
         environment.env.close()
 
@@ -1613,7 +1618,7 @@ def collect_trajectories(actors, pool, collector, finished):
         policy = actors[version % 2]
         bootstrap_truncated(policy, pool, collector, rows, closed)
         action_BA, after_B = write_records(policy, pool, collector, rows, slots, version)
-        full = np.flatnonzero((closed >= 0) & (closed % pool.length == pool.length - 2))
+        full = np.flatnonzero(pool.is_last(closed))
         for name in ("value", "env", "first", "version", "complete"):  # the last slot: bootstrap value, never complete
             column = getattr(pool, name)
             column[closed[full] + 1] = column[slots[full]]
@@ -1628,7 +1633,7 @@ def claim_trajectory_slots(pool, collector, rows):
     """Complete the rows' records and give each row its next slot, in a new trajectory if the last one is full; returns the
     rows, those slots and these. Under the lock. Rows for which no trajectory is free go on waiting."""
     closed = collector.open_slot_N[rows]
-    begins = (closed < 0) | (closed % pool.length == pool.length - 2)
+    begins = (closed < 0) | pool.is_last(closed)
     free = np.flatnonzero(pool.free_P)
     served = ~begins | (np.cumsum(begins) <= len(free))
     note_requests(collector, rows[~served])
