@@ -56,6 +56,7 @@ import contextlib
 import copy
 import ctypes
 import functools
+import itertools
 import json
 import math
 import multiprocessing.connection
@@ -198,6 +199,21 @@ class Options:
         return self.num_steps * self.num_envs
 
     @property
+    def first_env(self):
+        """Number of this process's first environment among those of all ranks (ver_multigpu.py)."""
+        return 0
+
+    @property
+    def num_buffers(self):
+        """Rollout buffers: with overlap one is learned from while the other is filled."""
+        return 2 if self.overlap else 1
+
+    @property
+    def more_rules(self):
+        """Further rules for `validate_options`: (whether it holds, option, what to do)."""
+        return []
+
+    @property
     def overlapping(self):
         """Whether learning and collecting go on at the same time."""
         return self.overlap or self.sampler == "async"
@@ -303,7 +319,7 @@ def validate_options(options):
         (not (o.checkpoint and o.resume), "checkpoint", "evaluates and --resume trains: give one of them"),
         (not o.checkpoint or o.eval_episodes, "eval_episodes", "must be at least 1 with --checkpoint"),
     ]
-    for holds, name, message in rules:
+    for holds, name, message in rules + o.more_rules:
         if not holds:
             raise UserError(f"--{name.replace('_', '-')} {getattr(o, name)}: {message}")
     device = choose_device(o)
@@ -321,8 +337,9 @@ def count_workers(options):
 
 
 def count_cores():
-    """CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    """CPU cores that this process may use; those of a machine are shared among the ranks that torchrun starts there."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
 def choose_device(options):
@@ -983,6 +1000,8 @@ class Rollout(Shared):
             truncated=boolean(slots),
             complete=boolean(slots),
             result=float64(slots, 2 + len(spec.metrics)),  # of the episode, where one ended
+            advantage=torch.zeros(slots),
+            target=torch.zeros(slots),  # of the value: the return
             size=int64(()),  # slots in use
             num_complete=int64(()),
             policy_version=int64(()),  # which this rollout is collected with
@@ -1027,7 +1046,8 @@ class EnvironmentRow:
         }
         self.frames = frames  # a list that collects pictures, or None
         self.env = make_env(options, split, None if frames is None else "rgb_array")
-        self.delay_rng = np.random.default_rng([options.seed, row, 1])
+        self.number = options.first_env + row
+        self.delay_rng = np.random.default_rng([options.seed, self.number, 1])
         self.env_delay = self.draw_delay(options.sim_latency_spread[1])
 
     def start(self, episode, actions):
@@ -1044,7 +1064,7 @@ class EnvironmentRow:
         self.episode += 1
         self.length, self.total_reward = 0, 0.0
         self.episode_delay = self.draw_delay(self.options.sim_latency_spread[2])
-        seed = episode_seed(self.split, self.options.seed, self.row, self.episode)
+        seed = episode_seed(self.split, self.options.seed, self.number, self.episode)
         observation, _ = self.env.reset(seed=seed)
         self.render()
         self.write("obs", observation)
@@ -1342,6 +1362,7 @@ class Collector(Shared):
         self.needed = num_envs if options.sampler == "sync" else 1  # requests without which nothing is inferred
         self.quota = options.rollout_steps if options.sampler == "ver" else options.num_steps  # steps of one environment
         self.alone = options.num_inference_workers == 1
+        self.poll_sec = 1.0  # longest wait between two calls of stop.check()
         self.lock, self.trace = contextlib.nullcontext(), None
         self.inference_sec = 1e-3  # of one batch, running mean
         self.state_N = torch.zeros(num_envs, *policy.state_shape, device=device)  # before the environment's next step
@@ -1353,7 +1374,10 @@ class Collector(Shared):
             request_N=int64(num_envs),  # order of those that have answered and wait for inference; 0: does not wait
             requests=int64(()),  # so far
             version=int64(()),  # of the policy: updates so far
+            began=float64(()),  # when this rollout did
             served_at=float64(()) + time.perf_counter(),  # when requests were taken last, or a rollout began
+            completed_at_N=float64(num_envs),  # when each environment's last step was
+            preempted=boolean(()),  # this rollout shall end as it is (ver_multigpu.py)
             episode_N=int64(num_envs),
             sent_N=int64(num_envs),  # actions since that episode began ...
             history_NTA=torch.zeros(num_envs, REPLAY_LIMIT, spec.action_numbers, dtype=action_dtype(spec)),  # ... and which
@@ -1365,6 +1389,18 @@ class Collector(Shared):
     def count_update(self):
         """The policy that acts has learned."""
         self.version += 1
+
+    def snapshot(self):
+        """What `restore` needs, for a checkpoint: tensors and plain types."""
+        with self.lock:
+            return {
+                "version": int(self.version),
+                "environments": self.environments(),
+                "state": self.state_N.cpu().clone(),
+                "prev_action": self.prev_action_N.cpu().clone(),
+                "torch_rng": torch.get_rng_state(),
+                "cuda_rng": torch.cuda.get_rng_state(self.state_N.device) if self.state_N.is_cuda else None,
+            }
 
     def skip_episodes(self):
         """Let a resumed run begin new episodes everywhere, past the one that failed, in its course or at its reset."""
@@ -1382,7 +1418,7 @@ class Collector(Shared):
         ]
 
     def restore(self, saved):
-        """Go on where a checkpoint was written; the workers have repeated the episodes' actions."""
+        """Go on from a snapshot; the workers have repeated the episodes' actions."""
         self.version[...] = saved["version"]
         self.state_N.copy_(saved["state"])
         self.prev_action_N.copy_(saved["prev_action"])
@@ -1400,18 +1436,18 @@ def await_requests(collector):
     If there are fewer than --min-requests, wait for more, but only half an inference time: that long, one larger batch is
     cheaper than two small ones. Raises EnvironmentFailure if there is none within --env-timeout, and Interrupted after
     Ctrl-C or SIGTERM. Where several serve requests, returns after a moment even if there are none: another one may have
-    ended the rollout. Returns the seconds it took.
+    ended the rollout; and at once if the rollout is preempted. Returns the seconds it took.
     """
     began = time.perf_counter()
     receive(collector, 0)
     while np.count_nonzero(collector.request_N) < collector.needed:
-        receive(collector, 1.0 if collector.alone else 0.005)
+        receive(collector, collector.poll_sec if collector.alone else 0.005)
         too_few = np.count_nonzero(collector.request_N) < collector.needed
         if too_few and time.perf_counter() - collector.served_at > collector.timeout_sec:
             awaited = np.flatnonzero((collector.request_N == 0) & ~collector.held_N).tolist()
             message = f"no answer from environments {awaited} for {collector.timeout_sec:.0f} s (--env-timeout)"
             raise EnvironmentFailure(message)
-        if not collector.alone:
+        if collector.preempted or not collector.alone:
             break
     deadline = time.perf_counter() + collector.inference_sec / 2
     while np.count_nonzero(collector.request_N) < collector.min_requests and time.perf_counter() < deadline:
@@ -1480,7 +1516,7 @@ def collect_rollout(policy, rollout, collector):
     an environment that has given T steps. Several processes may run this at once (--num-inference-workers). Raises
     EnvironmentFailure.
     """
-    while rollout.num_complete < rollout.steps:
+    while rollout.num_complete < rollout.steps and not collector.preempted:
         waiting_sec = await_requests(collector)
         began = time.perf_counter()
         with collector.lock:
@@ -1521,6 +1557,7 @@ def complete_records(rollout, collector, rows):
     rollout.complete[slots] = True
     rollout.num_complete += len(slots)
     collector.steps_N[rows] += 1
+    collector.completed_at_N[rows] = time.perf_counter()
     rollout.simulation_sec += collector.transfer.step_sec[rows].sum()
     if collector.trace:
         for row, began, sec in zip(rows, collector.transfer.step_began[rows], collector.transfer.step_sec[rows]):
@@ -1596,7 +1633,8 @@ def carry_over(previous, rollout, collector):
     rollout.complete[:], rollout.num_complete[...], rollout.policy_version[...] = False, 0, collector.version
     rollout.size[...] = rollout.carried = len(slots)
     collector.open_slot_N[rollout.env[: len(slots)]] = np.arange(len(slots))
-    collector.served_at[...] = time.perf_counter()
+    collector.preempted[...] = False
+    collector.began[...] = collector.served_at[...] = time.perf_counter()
 
 
 @torch.inference_mode()
@@ -1651,11 +1689,13 @@ def synchronize(device):
         torch.cuda.synchronize(device)
 
 
-def check_rollout(rollout):
-    """Every invariant of a finished rollout. Raises AssertionError that names the one that is broken (--debug)."""
+def check_rollout(rollout, steps=None):
+    """Every invariant of a finished rollout, of S steps if not said otherwise. Raises AssertionError that names the one that
+    is broken (--debug)."""
     size, env, complete = int(rollout.size), rollout.env, rollout.complete
     version, used = rollout.policy_version, np.arange(len(env)) < size
-    assert complete[used].sum() == rollout.steps and not complete[~used].any(), "exactly T x N records are complete"
+    expected = rollout.steps if steps is None else steps
+    assert complete[used].sum() == expected and not complete[~used].any(), "exactly T x N records are complete"
     for e in range(rollout.num_envs):
         slots = np.flatnonzero(used & (env == e))
         check_records(rollout, slots, f"environment {e}")
@@ -1731,17 +1771,18 @@ class InferenceWorkers(ProcessGroup):
             self.collector.version += 1
 
     def collect(self, previous, rollouts, number):
-        """Begin to collect into the rollout of this number; what is in flight comes from the previous one."""
+        """Begin to collect into the rollout of this number; what is in flight comes from the previous one. Returns it."""
         carry_over(previous, rollouts[number], self.collector)
         synchronize(previous.device)
         write_numbers(self.commands[0], [number] * self.num_workers)
+        return rollouts[number]
 
     def await_numbers(self, count):
         """The next announcements, at least `count`. Raises EnvironmentFailure, and Interrupted after Ctrl-C or SIGTERM."""
         numbers = []
         while len(numbers) < count:
             try:
-                received = self.receive(1.0)
+                received = self.receive(self.collector.poll_sec)
                 if self.collector.workers:
                     self.collector.workers.check()
             finally:
@@ -1787,7 +1828,9 @@ def inference_process(group, commands, worker, weights, rollouts, collector, spe
     actors = [Policy(spec, options).to(weights.device).requires_grad_(False) for _ in weights]
     for actor, vector in zip(actors, weights):
         nn.utils.vector_to_parameters(vector, actor.parameters())  # as views: they change with what is published
-    torch.manual_seed(episode_seed("train", options.seed, options.num_envs + worker, int(collector.version)))
+    torch.manual_seed(
+        episode_seed("train", options.seed, options.first_env + options.num_envs + worker, int(collector.version))
+    )
     with contextlib.ExitStack() as stack:
         try:
             if collector.workers is None:
@@ -1808,30 +1851,31 @@ def inference_process(group, commands, worker, weights, rollouts, collector, spe
         collector.trace.flush()
 
 
-def inline_rollouts(policy, rollout, collector):
+def inline_rollouts(policy, rollouts, collector):
     """This process is inference worker and learner by turns (VER appendix A.1): yields rollouts and their records."""
-    while True:
+    previous = rollouts[-1]
+    for rollout in itertools.cycle(rollouts):
         torch.set_num_threads(1)  # the workers want the cores now
         collector.workers.check()  # `receive` asks for answers first
-        carry_over(rollout, rollout, collector)
+        carry_over(previous, rollout, collector)
         collect_rollout(policy, rollout, collector)
         yield rollout, np.arange(rollout.size)
+        previous = rollout
 
 
-def remote_rollouts(inference, rollouts):
-    """Inference workers collect. With two buffers (--overlap) they fill one while the learner uses the other: its gradients
+def remote_rollouts(inference, rollouts, overlap):
+    """Inference workers collect. With `overlap` they fill one of two buffers while the learner uses the other: its gradients
     are delayed by one rollout (as in HTS-RL, Liu et al. 2020; PPO's ratio accounts for it)."""
-    number = 0
-    inference.collect(rollouts[0], rollouts, 0)
+    numbers = itertools.cycle(range(len(rollouts)))
+    rollout = inference.collect(rollouts[-1], rollouts, next(numbers))
     while True:
         inference.await_numbers(inference.num_workers)
-        rollout, following = rollouts[number], (number + 1) % len(rollouts)
-        if following != number:
-            inference.collect(rollout, rollouts, following)
-        yield rollout, np.arange(rollout.size)
-        if following == number:
-            inference.collect(rollout, rollouts, number)
-        number = following
+        finished = rollout
+        if overlap:
+            rollout = inference.collect(finished, rollouts, next(numbers))
+        yield finished, np.arange(finished.size)
+        if not overlap:
+            rollout = inference.collect(finished, rollouts, next(numbers))
 
 
 def finished_trajectories(inference, pool):
@@ -2015,45 +2059,61 @@ def ppo_loss(distribution, value_M, batch, log_ent_coef, options):
     return loss, {name: value.detach() for name, value in logs.items()}
 
 
-def learn(policy, optimizer, rollout, records, options):
-    """Update the policy from these records of a rollout (slots, each environment's in time order): --update-epochs passes
-    over all mini-batches. Returns what to log. Raises FloatingPointError if a gradient is not finite, before it touches a
-    weight.
-    """
-    columns = {name: getattr(rollout, name)[records] for name in ("env", "complete", "reward", "terminated", "truncated")}
+def compute_targets(policy, rollout, records, options):
+    """Write advantage and value target of these records (slots, each environment's in time order) into the rollout.
+    Returns how much of the targets' variance the values explained, to log."""
+    names = ("env", "complete", "reward", "terminated", "truncated")
+    columns = {name: getattr(rollout, name)[records] for name in names}
     for name in ("value", "final_value"):
         columns[name] = getattr(rollout, name)[torch.from_numpy(records).to(rollout.device)].cpu().numpy()
     complete_S, discounts = columns["complete"], {"gamma": options.gamma, "gae_lambda": options.gae_lambda}
-    order_S, begin_Q = find_sequences(columns["env"], rollout.first[records], complete_S)
     if options.sampler == "async":
-        ratio_S, columns["value"] = off_policy(policy, rollout, records, columns["value"], order_S, begin_Q, options)
-        return_S, advantage_S = vtrace(**columns, ratio=ratio_S, **discounts)
-        weight_S = np.ones_like(ratio_S)
+        ratio_S, columns["value"] = off_policy(policy, rollout, records, columns["value"], options)
+        target_S, advantage_S = vtrace(**columns, ratio=ratio_S, **discounts)
     else:
         advantage_S = compute_advantages(**columns, **discounts)
-        return_S = advantage_S + columns["value"]
-        weight_S = importance_weights(columns["env"], complete_S, rollout.num_envs)
-    error = (return_S - columns["value"])[complete_S].var() / max(return_S[complete_S].var(), 1e-12)
+        target_S = advantage_S + columns["value"]
+    rollout.advantage[records], rollout.target[records] = advantage_S, target_S
+    error = (target_S - columns["value"])[complete_S].var() / max(target_S[complete_S].var(), 1e-12)
+    return {"losses/explained_variance": 1 - float(error)}
+
+
+def alone(tensors):
+    """Average these tensors over all processes that learn together: a single one has nothing to do (ver_multigpu.py has)."""
+
+
+def learn(policy, optimizer, rollout, records, options, average=alone):
+    """Update the policy from these records of a rollout: --update-epochs passes over all mini-batches. Returns what to log.
+    Raises FloatingPointError if a gradient is not finite, before it touches a weight.
+    """
+    env_S, complete_S, advantage_S = rollout.env[records], rollout.complete[records], rollout.advantage[records]
+    weight_S = importance_weights(env_S, complete_S, rollout.num_envs)
+    if options.sampler == "async":
+        weight_S[:] = 1.0
     if options.norm_adv:
-        advantage_S = (advantage_S - advantage_S[complete_S].mean()) / (advantage_S[complete_S].std() + 1e-8)
-    targets = {"advantage": advantage_S, "return": return_S, "weight": weight_S}
+        moments = torch.tensor([(advantage_S[complete_S].astype(float) ** power).mean() for power in (1, 2)])
+        average([moments])
+        mean, square = moments.tolist()
+        advantage_S = (advantage_S - np.float32(mean)) / np.float32(math.sqrt(max(0.0, square - mean**2)) + 1e-8)
+    targets = {"advantage": advantage_S, "return": rollout.target[records], "weight": weight_S}
     targets = {name: torch.from_numpy(column).to(rollout.device) for name, column in targets.items()}
+    order_S, begin_Q = find_sequences(env_S, rollout.first[records], complete_S)
     logs = []
     for _ in range(options.update_epochs):
         permutation_Q = torch.randperm(len(begin_Q)).numpy()
         for minibatch in cut_minibatches(order_S, begin_Q, permutation_Q, options.num_minibatches):
             packed = pack_sequences(*minibatch)
-            logs.append(update_policy(policy, optimizer, rollout, records, targets, packed, options))
+            logs.append(update_policy(policy, optimizer, rollout, records, targets, packed, options, average))
     means = {name: torch.stack([log[name] for log in logs]).mean().item() for name in logs[0]}
-    weight = float(weight_S[complete_S].mean())
-    return {**means, "losses/explained_variance": 1 - float(error), "ver/importance_weight": weight}
+    return {**means, "ver/importance_weight": float(weight_S[complete_S].mean())}
 
 
 @torch.no_grad()
-def off_policy(policy, rollout, records, value_S, order_S, begin_Q, options):
+def off_policy(policy, rollout, records, value_S, options):
     """What V-trace needs to know of the policy as it is before this update: the probability ratio of every action, and its
     values, instead of those that were collected, `value_S`. Open records keep ratio 1 and their value."""
     ratio_S, value_S = np.ones_like(value_S), value_S.copy()
+    order_S, begin_Q = find_sequences(rollout.env[records], rollout.first[records], rollout.complete[records])
     for minibatch in cut_minibatches(order_S, begin_Q, np.arange(len(begin_Q)), options.num_minibatches):
         packed = pack_sequences(*minibatch)
         distribution, value_M, batch = run_sequences(policy, rollout, records, packed)
@@ -2073,7 +2133,7 @@ def run_sequences(policy, rollout, records, packed):
         return *policy.sequences(obs, batch["prev_action"], first_M, rollout.state[index_Q], batch_sizes), batch
 
 
-def update_policy(policy, optimizer, rollout, records, targets, packed, options):
+def update_policy(policy, optimizer, rollout, records, targets, packed, options, average=alone):
     """One optimizer step on one packed mini-batch."""
     distribution, value_M, batch = run_sequences(policy, rollout, records, packed)
     index_M = torch.from_numpy(packed[0]).to(rollout.device)
@@ -2081,6 +2141,7 @@ def update_policy(policy, optimizer, rollout, records, targets, packed, options)
     loss, logs = ppo_loss(distribution, value_M, batch, policy.log_ent_coef, options)
     optimizer.zero_grad()
     loss.backward()
+    average([parameter.grad for parameter in policy.parameters() if parameter.grad is not None])
     norm = nn.utils.clip_grad_norm_(policy.parameters(), options.max_grad_norm)
     if not torch.isfinite(norm):
         raise FloatingPointError(f"loss {loss.item()}, gradient norm {norm.item()}: try a lower --learning-rate")
@@ -2094,14 +2155,15 @@ def update_policy(policy, optimizer, rollout, records, targets, packed, options)
 # Run folder, logging, checkpoints, evaluation
 # ----------------------------------------------------------------------------------------------------------------------
 
-CHECKPOINT_FORMAT = 1
+CHECKPOINT_FORMAT = 2
 
 
-def save_checkpoint(path, policy, optimizer, collector, options, progress):
+def save_checkpoint(path, policy, optimizer, snapshots, options, progress):
     """Write everything that a run needs to go on, atomically: a crash leaves the old file or the new one, both whole.
 
     Only tensors and plain types, so that it loads with weights_only=True and a foreign file can execute nothing.
-    Environments are saved as seed and actions (`EnvironmentRow.start` repeats them).
+    `snapshots`: one of each rank's collector. Environments are saved as seed and actions (`EnvironmentRow.start` repeats
+    them).
     """
     content = {
         "format": CHECKPOINT_FORMAT,
@@ -2109,13 +2171,8 @@ def save_checkpoint(path, policy, optimizer, collector, options, progress):
         "policy": policy.state_dict(),
         "optimizer": optimizer.state_dict(),
         "progress": progress,
-        "version": int(collector.version),
-        "torch_rng": torch.get_rng_state(),
-        "cuda_rng": torch.cuda.get_rng_state(collector.state_N.device) if collector.state_N.is_cuda else None,
+        "collectors": snapshots,
     }
-    with collector.lock:
-        content["environments"] = collector.environments()
-        content["state"], content["prev_action"] = collector.state_N.clone(), collector.prev_action_N.clone()
     temporary = path.with_suffix(".tmp")
     with open(temporary, "wb") as file:
         torch.save(content, file)
@@ -2137,18 +2194,22 @@ def load_checkpoint(path):
     return content
 
 
-def load_run(policy, optimizer, options):
-    """The checkpoint of the run to resume; its weights and optimizer state are put in place. Raises UserError."""
+def load_run(policy, optimizer, options, rank=0, num_ranks=1):
+    """Progress and this rank's collector snapshot of the run to resume; its weights and optimizer state are put in place.
+    Raises UserError."""
     path = Path(options.resume) / "checkpoint.pt"
     saved = load_checkpoint(path)
     load_policy(policy, saved, path)
     if options.target_entropy is None:  # fixed: as the options say, not as the checkpoint does
         policy.log_ent_coef.data.fill_(math.log(max(options.ent_coef, 1e-30)))
-    saved["environments"] = [(episode, actions.numpy()) for episode, actions in saved["environments"]]
     optimizer.load_state_dict(saved["optimizer"])
-    if len(saved["environments"]) != options.num_envs:
-        raise UserError(f"--num-envs {options.num_envs}: the run to resume has {len(saved['environments'])}")
-    return saved
+    if len(saved["collectors"]) != num_ranks:
+        raise UserError(f"{num_ranks} ranks cannot resume a run of {len(saved['collectors'])}: start as many")
+    snapshot = saved["collectors"][rank]
+    snapshot["environments"] = [(episode, actions.numpy()) for episode, actions in snapshot["environments"]]
+    if len(snapshot["environments"]) != options.num_envs:
+        raise UserError(f"--num-envs {options.num_envs}: the run to resume has {len(snapshot['environments'])}")
+    return saved["progress"], snapshot
 
 
 def load_policy(policy, content, path):
@@ -2185,6 +2246,17 @@ class Run:
         self.began, self.first_step, self.saved_step = time.perf_counter(), self.step, self.step
         self.learning_sec = {}  # of the last two updates with so many threads
 
+    def introduce(self, policy, options):
+        """Say what is trained, and where."""
+        size = sum(p.numel() for p in policy.parameters())
+        how = options.sampler + " with overlap" * options.overlap
+        workers = f"{options.num_envs} environments in {count_workers(options)} workers"
+        self.say(f"{self.folder}: {how}, {workers}, {size:,} parameters on {next(policy.parameters()).device}")
+
+    def say(self, text):
+        """Print a line above the progress bar."""
+        self.bar.write(text)
+
     def close(self):
         """End the progress bar's line and write the last events."""
         self.bar.close()
@@ -2192,14 +2264,18 @@ class Run:
 
     def save(self, policy, optimizer, collector, options):
         """Write the checkpoint."""
+        self.write(policy, optimizer, [collector.snapshot()], options)
+
+    def write(self, policy, optimizer, snapshots, options):
+        """Write the checkpoint, with the snapshots of all ranks."""
         progress = {"step": self.step, "recent": list(self.recent)}
-        save_checkpoint(self.folder / "checkpoint.pt", policy, optimizer, collector, options, progress)
+        save_checkpoint(self.folder / "checkpoint.pt", policy, optimizer, snapshots, options, progress)
         self.saved_step = self.step
 
     def give_up(self, *state):
         """Write the checkpoint, and say how to go on from it."""
         self.save(*state)
-        self.bar.write(f"stopped at step {self.step}; go on with: --resume {self.folder}")
+        self.say(f"stopped at step {self.step}; go on with: --resume {self.folder}")
 
     def log(self, step, scalars, results, metrics):
         """Count the steps, write scalars and the mean result of the last 100 episodes, move the progress bar."""
@@ -2214,6 +2290,7 @@ class Run:
             shown = {"return": means[0]} | {name: mean for name, mean in zip(metrics, means[2:]) if name in SHOWN_METRICS}
         for tag, value in scalars.items():
             self.writer.add_scalar(tag, value, step)
+        self.bar.total = max(self.bar.total, step)
         self.bar.set_postfix({name: f"{value:.3g}" for name, value in shown.items()}, refresh=False)
         self.bar.update(step - self.bar.n)
 
@@ -2273,8 +2350,7 @@ def describe_rollout(rollout, records, collector, options, learning_sec, cycle_s
         "time/inference_share": spent["inference_sec"] / options.num_inference_workers / cycle_sec,
         "time/learning_share": learning_sec / cycle_sec,
         "time/rollout_sec": rollout_sec,
-        "time/learning_sec": learning_sec,
-        "time/env_step_ms": 1000 * spent["simulation_sec"] / rollout.steps,
+        "time/env_step_ms": 1000 * spent["simulation_sec"] / max(1, spent["served"]),
         "ver/batch_size": spent["served"] / max(1, spent["batches"]),
         "ver/steps_per_env_min": steps_N.min(),
         "ver/steps_per_env_max": steps_N.max(),
@@ -2285,6 +2361,12 @@ def describe_rollout(rollout, records, collector, options, learning_sec, cycle_s
     if workers := count_workers(options):
         logs["time/worker_idle_share"] = max(0.0, 1 - spent["simulation_sec"] / max(rollout_sec, 1e-9) / workers)
     return logs
+
+
+def episode_results(rollout, records):
+    """Results of the episodes that ended in these records: lists of return, length, metrics."""
+    last = records[rollout.complete[records] & (rollout.terminated | rollout.truncated)[records]]
+    return rollout.result[last].tolist()
 
 
 @torch.inference_mode()
@@ -2392,35 +2474,44 @@ def count_learner_threads(options, learning_sec, version):
     return min(choices, key=lambda threads: min(learning_sec.get(threads, [0.0])))
 
 
-def update(run, policy, optimizer, source, collector, options):
-    """One cycle: wait for a rollout and learn from it. Returns what to log, and the results of its episodes."""
+@contextlib.contextmanager
+def learning_phase(run, optimizer, collector, options):
+    """Around all learning of one update: sets the number of threads and the learning rate, takes the time. Yields what to
+    log, as a dictionary to be added to."""
     began = time.perf_counter()
-    rollout, records = next(source)
-    if options.debug:
-        check_trajectories(rollout, records, collector.version) if options.sampler == "async" else check_rollout(rollout)
-    learning_began = time.perf_counter()
     threads = count_learner_threads(options, run.learning_sec, int(collector.version))
     torch.set_num_threads(threads)
     learning_rate = learning_rate_at(run.step, options)
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
-    logs = learn(policy, optimizer, rollout, records, options) | {"charts/learning_rate": learning_rate}
-    ended = time.perf_counter()
-    run.learning_sec.setdefault(threads, deque(maxlen=2)).append(ended - learning_began)
+    logs = {"charts/learning_rate": learning_rate}
+    yield logs
+    logs["time/learning_sec"] = learning_sec = time.perf_counter() - began
+    run.learning_sec.setdefault(threads, deque(maxlen=2)).append(learning_sec)
     if collector.trace:
-        collector.trace.span("learner", os.getpid(), "learning", learning_began, ended - learning_began)
-    logs |= describe_rollout(rollout, records, collector, options, ended - learning_began, ended - began)
-    last = records[rollout.complete[records] & (rollout.terminated | rollout.truncated)[records]]
-    return logs, rollout.result[last].tolist()
+        collector.trace.span("learner", os.getpid(), "learning", began, learning_sec)
+
+
+def update(run, policy, optimizer, source, collector, options):
+    """One cycle: wait for a rollout and learn from it. Returns the steps it has, what to log, and its episodes' results."""
+    began = time.perf_counter()
+    rollout, records = next(source)
+    if options.debug:
+        check_trajectories(rollout, records, collector.version) if options.sampler == "async" else check_rollout(rollout)
+    with learning_phase(run, optimizer, collector, options) as logs:
+        logs |= compute_targets(policy, rollout, records, options)
+        logs |= learn(policy, optimizer, rollout, records, options)
+    logs |= describe_rollout(rollout, records, collector, options, logs["time/learning_sec"], time.perf_counter() - began)
+    return options.rollout_steps, logs, episode_results(rollout, records)
 
 
 def allocate(policy, spec, options, device):
     """All buffers: transfer rows, collector and rollouts, in shared memory if other processes serve requests."""
     transfer = Transfer(spec, options.num_envs)
-    collector = Collector(None, transfer, policy, spec, options, device, None)
+    collector = Collector(None, transfer, policy, spec, options, device, StopSignal())
     kind = Trajectories if options.sampler == "async" else Rollout
     sizes = (spec, options.rollout_steps, options.num_envs, policy.state_shape, device)
-    rollouts = [kind(*sizes) for _ in range(2 if options.overlap else 1)]
+    rollouts = [kind(*sizes) for _ in range(options.num_buffers)]
     if options.remote:
         for buffers in (transfer, collector, *rollouts):
             buffers.share()
@@ -2442,29 +2533,29 @@ def collection(policy, collector, rollouts, spec, options, starts):
             stack.enter_context(contextlib.closing(inference))
         collector.trace = trace  # only now: other processes open the file themselves
         if inference is None:
-            yield inline_rollouts(policy, rollouts[0], collector), collector.count_update
+            yield inline_rollouts(policy, rollouts, collector), collector.count_update
         elif options.sampler == "async":
             yield finished_trajectories(inference, rollouts[0]), inference.publish
         else:
-            yield remote_rollouts(inference, rollouts), inference.publish
+            yield remote_rollouts(inference, rollouts, options.overlap), inference.publish
 
 
-def run_updates(run, policy, optimizer, collector, rollouts, spec, options, saved):
+def run_updates(run, policy, optimizer, collector, rollouts, spec, options, snapshot, update=update):
     """Start the environments, collect and learn until --total-timesteps, and save; a signal or a failure ends it early."""
-    stop = collector.stop = StopSignal()
-    if options.resume:
-        collector.restore(saved)
-    with stop:
+    if snapshot:
+        collector.restore(snapshot)
+    starts = snapshot and snapshot["environments"]
+    with collector.stop:
         try:
-            with collection(policy, collector, rollouts, spec, options, saved.get("environments")) as (source, publish):
+            with collection(policy, collector, rollouts, spec, options, starts) as (source, publish):
                 try:
                     while run.step < options.total_timesteps:
-                        logs, results = update(run, policy, optimizer, source, collector, options)
+                        steps, logs, results = update(run, policy, optimizer, source, collector, options)
                         publish()
-                        run.log(run.step + options.rollout_steps, logs, results, spec.metrics)
+                        run.log(run.step + steps, logs, results, spec.metrics)
                         if run.step - run.saved_step >= options.checkpoint_interval:
                             run.save(policy, optimizer, collector, options)
-                    stop.check()
+                    collector.stop.check()
                     run.save(policy, optimizer, collector, options)
                 except (Interrupted, FloatingPointError):  # at once: who sent the signal may be impatient
                     run.give_up(policy, optimizer, collector, options)
@@ -2476,47 +2567,53 @@ def run_updates(run, policy, optimizer, collector, rollouts, spec, options, save
             raise
 
 
-def train(options):
-    """Train to the end, evaluate, return the run folder. What can be refused is refused before any process starts."""
+def prepare(options, rank=0, num_ranks=1):
+    """Everything that can be refused before a process starts: the environment's spec, policy and optimizer, progress and
+    collector snapshot (None in a new run), collector and rollout buffers. Raises UserError."""
     spec, device = describe_env(options), choose_device(options)
     keep_freed_memory()
     torch.manual_seed(options.seed)
     policy = Policy(spec, options).to(device)
     optimizer = torch.optim.Adam(policy.parameters(), lr=options.learning_rate, eps=1e-5)
-    saved = load_run(policy, optimizer, options) if options.resume else {"progress": {"step": 0, "recent": []}}
-    collector, rollouts = allocate(policy, spec, options, device)
-    size = sum(p.numel() for p in policy.parameters())
-    with contextlib.closing(Run(options, saved["progress"])) as run:
-        how = options.sampler + " with overlap" * options.overlap
-        where = f"{options.num_envs} environments in {count_workers(options)} workers, {size:,} parameters on {device}"
-        run.bar.write(f"{run.folder}: {how}, {where}")
-        run_updates(run, policy, optimizer, collector, rollouts, spec, options, saved)
+    progress, snapshot = {"step": 0, "recent": []}, None
+    if options.resume:
+        progress, snapshot = load_run(policy, optimizer, options, rank, num_ranks)
+    return spec, policy, optimizer, progress, snapshot, *allocate(policy, spec, options, device)
+
+
+def train(options):
+    """Train to the end, evaluate, return the run folder."""
+    spec, policy, optimizer, progress, snapshot, collector, rollouts = prepare(options)
+    with contextlib.closing(Run(options, progress)) as run:
+        run.introduce(policy, options)
+        run_updates(run, policy, optimizer, collector, rollouts, spec, options, snapshot)
         run.bar.close()
         if options.eval_episodes:
             report_evaluation(policy, spec, options, run.folder, run.writer, run.step)
     return run.folder
 
 
-def parse_options(argv):
+def parse_options(argv, kind=Options):
     """Options from the command line; with --resume or --checkpoint, those of that run where none is given here."""
-    given = tyro.cli(Options, args=argv)
+    given = tyro.cli(kind, args=argv)
     path = given.checkpoint or (given.resume and Path(given.resume) / "checkpoint.pt")
     if not path:
         return given
-    known = {field.name for field in fields(Options)}
+    known = {field.name for field in fields(kind)}
     saved = {name: value for name, value in load_checkpoint(path)["options"].items() if name in known}
     saved |= {"resume": None, "checkpoint": None, "trace": None, "sim_latency_spread": tuple(saved["sim_latency_spread"])}
-    options = tyro.cli(Options, args=argv, default=Options(**saved))
+    options = tyro.cli(kind, args=argv, default=kind(**saved))
     for name, value in asdict(options).items():
         if value != saved.get(name, value) and name not in ("resume", "checkpoint"):
             print(f"--{name.replace('_', '-')}: {value} (the checkpoint has {saved[name]})")
     return options
 
 
-def main(argv=None):
+def main(argv=None, kind=Options, train=train):
     """Command line. Exit status 0: done, 1: failed while running, 2: refused, 130 or 143: stopped by a signal."""
+    program = Path(sys.modules[kind.__module__].__file__).name
     try:
-        options = parse_options(argv)
+        options = parse_options(argv, kind)
         validate_options(options)
         if not options.checkpoint:
             train(options)
@@ -2527,10 +2624,10 @@ def main(argv=None):
         report_evaluation(policy, spec, options, Path(options.checkpoint).parent)
         return 0
     except UserError as error:
-        print(f"ver_ppo.py: {error}", file=sys.stderr)
+        print(f"{program}: {error}", file=sys.stderr)
         return 2
     except (EnvironmentFailure, FloatingPointError) as error:
-        print(f"ver_ppo.py: {error}", file=sys.stderr)
+        print(f"{program}: {error}", file=sys.stderr)
         return 1
     except Interrupted as error:
         return 128 + error.args[0]

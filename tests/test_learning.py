@@ -8,7 +8,7 @@ import pytest
 import torch
 import ver_ppo
 from torch.distributions import Categorical
-from virtual_clock import VirtualWorkers, build, collect
+from virtual_clock import VirtualWorkers, build, collect, learn
 
 
 def loss_inputs(seed=0, steps=12):
@@ -71,17 +71,17 @@ def test_entropy_constraint(target, grows):
     before = policy.log_ent_coef.item()
     for _ in range(3):
         collect(policy, rollout, collector)
-        logs = ver_ppo.learn(policy, optimizer, rollout, np.arange(rollout.size), options)
+        logs = learn(policy, optimizer, rollout, options)
         learnable.step()
     assert (policy.log_ent_coef.item() > before) == grows
     assert 0.1 < logs["losses/entropy"] < 1.5
     with torch.no_grad():
         policy.log_ent_coef.fill_(3.0)
-    ver_ppo.learn(policy, optimizer, rollout, np.arange(rollout.size), options)
+    learn(policy, optimizer, rollout, options)
     assert policy.log_ent_coef.exp().item() == pytest.approx(1.0)
     with torch.no_grad():
         policy.log_ent_coef.fill_(-100.0)
-    ver_ppo.learn(policy, optimizer, rollout, np.arange(rollout.size), options)
+    learn(policy, optimizer, rollout, options)
     assert policy.log_ent_coef.exp().item() == pytest.approx(1e-4)
 
 
@@ -96,7 +96,7 @@ def test_ratio_is_one_before_the_first_step():
     optimizer = torch.optim.Adam(policy.parameters(), lr=0.0)
     for collector.version[...] in range(3):
         collect(policy, rollout, collector)
-        logs = ver_ppo.learn(policy, optimizer, rollout, np.arange(rollout.size), options)
+        logs = learn(policy, optimizer, rollout, options)
         assert logs["losses/clipfrac"] == 0 and abs(logs["losses/approx_kl"]) < 1e-6
     assert rollout.carried > 0 and logs["losses/grad_norm"] > 0
 
@@ -110,7 +110,7 @@ def test_not_a_number_touches_no_weight():
     rollout.reward[3] = np.nan
     before = {name: p.clone() for name, p in policy.named_parameters()}
     with pytest.raises(FloatingPointError, match="learning-rate"):
-        ver_ppo.learn(policy, optimizer, rollout, np.arange(rollout.size), ver_ppo.Options(num_envs=2, num_steps=8))
+        learn(policy, optimizer, rollout, ver_ppo.Options(num_envs=2, num_steps=8))
     assert all(torch.equal(before[name], p) for name, p in policy.named_parameters())
 
 
@@ -128,7 +128,7 @@ def test_bfloat16():
     torch.testing.assert_close(value, rollout.value[:size], rtol=0.05, atol=0.05)
     assert not torch.equal(value, rollout.value[:size])
     optimizer = torch.optim.Adam(policy.parameters())
-    logs = ver_ppo.learn(policy, optimizer, rollout, np.arange(size), ver_ppo.Options(num_envs=2, num_steps=8))
+    logs = learn(policy, optimizer, rollout, ver_ppo.Options(num_envs=2, num_steps=8))
     assert np.isfinite(list(logs.values())).all()
 
 

@@ -95,7 +95,7 @@ def test_train(tmp_path, env_id):
     options = ver_ppo.parse_options(args)
     assert json.loads((folder / "options.json").read_text())["env_id"] == env_id
     saved = ver_ppo.load_checkpoint(folder / "checkpoint.pt")
-    assert saved["progress"]["step"] == 256 and saved["version"] == 4
+    assert saved["progress"]["step"] == 256 and saved["collectors"][0]["version"] == 4
     torch.manual_seed(options.seed)
     fresh = ver_ppo.Policy(ver_ppo.describe_env(options), options).state_dict()
     moved = [name for name in fresh if not torch.equal(fresh[name], saved["policy"][name])]
@@ -208,7 +208,7 @@ def test_resume_with_workers(tmp_path, capsys):
     assert ver_ppo.main(["--resume", str(folder), "--total-timesteps", "512"]) == 0
     assert "--total-timesteps: 512 (the checkpoint has 256)" in capsys.readouterr().out
     saved = ver_ppo.load_checkpoint(folder / "checkpoint.pt")
-    assert saved["progress"]["step"] == 512 and saved["version"] == 8
+    assert saved["progress"]["step"] == 512 and saved["collectors"][0]["version"] == 8
     steps = [event.step for event in EventAccumulator(str(folder)).Reload().Scalars("charts/SPS")]
     assert steps == [64 * k for k in range(1, 9)]
 

@@ -75,3 +75,10 @@ def collect(policy, rollout, collector):
     """One rollout as ver_ppo.inline_rollouts collects it."""
     ver_ppo.carry_over(rollout, rollout, collector)
     ver_ppo.collect_rollout(policy, rollout, collector)
+
+
+def learn(policy, optimizer, rollout, options):
+    """One update from all of a rollout, as ver_ppo.update learns; returns what to log."""
+    records = np.arange(rollout.size)
+    logs = ver_ppo.compute_targets(policy, rollout, records, options)
+    return logs | ver_ppo.learn(policy, optimizer, rollout, records, options)

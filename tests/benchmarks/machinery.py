@@ -28,7 +28,6 @@ def build(options, checkpoint=None):
     if checkpoint:
         ver_ppo.load_policy(policy, ver_ppo.load_checkpoint(checkpoint), checkpoint)
     collector, (rollout,) = ver_ppo.allocate(policy, spec, options, torch.device("cpu"))
-    collector.stop = ver_ppo.StopSignal()
     workers = collector.workers = ver_ppo.start_workers(options, "train", spec, collector.transfer)
     return policy, workers, collector, rollout
 
@@ -39,6 +38,13 @@ def collect(policy, rollout, collector):
         getattr(rollout, name)[...] = 0
     ver_ppo.carry_over(rollout, rollout, collector)
     ver_ppo.collect_rollout(policy, rollout, collector)
+
+
+def learn(policy, optimizer, rollout, options):
+    """One update from all of a rollout."""
+    records = np.arange(rollout.size)
+    ver_ppo.compute_targets(policy, rollout, records, options)
+    ver_ppo.learn(policy, optimizer, rollout, records, options)
 
 
 def latency(args):
@@ -118,7 +124,7 @@ def measure_parts(options, cores, batch, checkpoint=None):
     records = np.arange(rollout.size)
     for name, threads in (("learn_one_thread", 1), ("learn", cores)):
         torch.set_num_threads(threads)
-        calls_sec = time_calls(3, lambda: ver_ppo.learn(policy, optimizer, rollout, records, options))
+        calls_sec = time_calls(3, lambda: learn(policy, optimizer, rollout, options))
         sec[name] = calls_sec / options.rollout_steps
     return {**sec, "arrange": time_calls(1, lambda: arrange(rollout, records, options))}
 
@@ -167,7 +173,7 @@ def measure_loop(options, cores, args):
         collect(policy, rollout, collector)
         torch.set_num_threads(cores)
         learning = time.perf_counter()
-        ver_ppo.learn(policy, optimizer, rollout, np.arange(rollout.size), options)
+        learn(policy, optimizer, rollout, options)
         spent = {"waiting": rollout.waiting_sec, "inference": rollout.inference_sec}
         for name, sec in {**spent, "learning": time.perf_counter() - learning}.items():
             seconds[name] += float(sec) * (update > 0)
