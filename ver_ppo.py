@@ -2257,6 +2257,12 @@ class Run:
         """Print a line above the progress bar."""
         self.bar.write(text)
 
+    def finish(self, policy, spec, options):
+        """Evaluate what was learned."""
+        self.bar.close()
+        if options.eval_episodes:
+            report_evaluation(policy, spec, options, self.folder, self.writer, self.step)
+
     def close(self):
         """End the progress bar's line and write the last events."""
         self.bar.close()
@@ -2587,9 +2593,7 @@ def train(options):
     with contextlib.closing(Run(options, progress)) as run:
         run.introduce(policy, options)
         run_updates(run, policy, optimizer, collector, rollouts, spec, options, snapshot)
-        run.bar.close()
-        if options.eval_episodes:
-            report_evaluation(policy, spec, options, run.folder, run.writer, run.step)
+        run.finish(policy, spec, options)
     return run.folder
 
 

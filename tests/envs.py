@@ -134,6 +134,7 @@ class Broken(Count):
 
 for name in ("Cue", "Count", "Everything", "Continuous", "Faulty", "TextObservation", "TupleAction", "Broken"):
     gym.register(f"{name}-v0", f"{__name__}:{name}")
+gym.register("Scenes-v0", f"{__name__}:Count", kwargs={"limit": 150})
 gym.register("Autoreset-v0", lambda **kwargs: gym.wrappers.Autoreset(Count(**kwargs)))
 for fault in ("raise", "exit", "hang", "observation", "reward"):
     gym.register(f"Faulty-{fault}-v0", f"{__name__}:Faulty", kwargs={"fault": fault})
