@@ -162,7 +162,7 @@ class Ranks:
         try:
             return self.store.add(f"{number} of start {restarts()}", more)
         except RuntimeError as error:
-            raise RankFailure(f"rank {self.rank}: torchrun has died: {str(error).splitlines()[0][:200]}") from None
+            raise RankFailure(f"rank {self.rank}: torchrun or rank 0 has died ({type(error).__name__})") from None
 
     def remember(self, folder):
         """Where to go on after a restart (not a collective)."""
@@ -211,7 +211,8 @@ def optimal_preemption(step_sec_RN, num_steps, variable, learning_sec):
     `step_sec_RN`: every environment's mean seconds per step, inference included. A group of environments gives steps at a
     constant rate until it has given all it may: with `variable` rollouts a rank is a group and gives T x N, else each
     environment is one and gives T. So what is collected by a time is concave in it, and the best time is one of those at
-    which a group is done. Differs from habitat-baselines: solved exactly, instead of by a search over simulated rollouts.
+    which a group is done. Differs from habitat-baselines: there the search ends where the first rank is done, and a rollout
+    ends at the predicted time instead of after S steps.
 
     >>> optimal_preemption(np.array([[0.01], [0.01], [0.1]]), 100, True, learning_sec=0.5)  # do not wait for the third rank
     (210, 1.0)
@@ -338,8 +339,8 @@ class RankRun(ver_ppo.Run):
             super().close()
 
 
-class Together:
-    """The update of ver_ppo.py on all ranks: begun, ended and learned from together."""
+class DistributedUpdate:
+    """The update of ver_ppo.py on all ranks: a rollout that ends for all at once, averaged gradients, common decisions."""
 
     def __init__(self, ranks, watch, rollouts):
         self.ranks, self.watch, self.rollouts, self.history, self.predicted_sec = ranks, watch, rollouts, None, 0.0
@@ -361,11 +362,7 @@ class Together:
         logs |= ver_ppo.describe_rollout(rollout, records, collector, options, logs["time/learning_sec"], sec)
         logs = reduce_logs(self.ranks.gather(logs))
         self.decide(reports, logs["time/learning_sec"], options)
-        return (
-            sum(report["steps"] for report in reports),
-            logs,
-            [result for report in reports for result in report["results"]],
-        )
+        return sum(report["steps"] for report in reports), logs, sum((report["results"] for report in reports), [])
 
     def collect(self, policy, source, collector, options):
         """This rank's rollout and its records, and what every rank reports of its own. Raises what any rank raised."""
@@ -406,8 +403,7 @@ class Together:
 def reduce_logs(logs_R):
     """One dictionary of logs for all ranks: means, smallest of `..._min`, largest of `..._max`."""
     functions = {"_min": min, "_max": max}
-    names = logs_R[0]
-    return {name: functions.get(name[-4:], np.mean)([logs[name] for logs in logs_R]) for name in names}
+    return {name: functions.get(name[-4:], np.mean)([logs[name] for logs in logs_R]) for name in logs_R[0]}
 
 
 def train(options):
@@ -428,10 +424,10 @@ def train(options):
         if ranks.rank:  # the weights were drawn alike, the actions must not be
             torch.manual_seed(ver_ppo.episode_seed("train", options.seed, options.first_env, 0))
         with contextlib.closing(run):
-            run.introduce(policy, options)
+            run.introduce(policy, options, ranks.size)
             watch = collector.stop = Watch(ranks, collector, options)
-            together = Together(ranks, watch, rollouts)
-            ver_ppo.run_updates(run, policy, optimizer, collector, rollouts, spec, options, snapshot, together.update)
+            distributed = DistributedUpdate(ranks, watch, rollouts)
+            ver_ppo.run_updates(run, policy, optimizer, collector, rollouts, spec, options, snapshot, distributed.update)
             run.finish(policy, spec, options)
     return run.folder
 

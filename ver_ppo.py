@@ -2246,11 +2246,12 @@ class Run:
         self.began, self.first_step, self.saved_step = time.perf_counter(), self.step, self.step
         self.learning_sec = {}  # of the last two updates with so many threads
 
-    def introduce(self, policy, options):
+    def introduce(self, policy, options, num_ranks=1):
         """Say what is trained, and where."""
         size = sum(p.numel() for p in policy.parameters())
         how = options.sampler + " with overlap" * options.overlap
         workers = f"{options.num_envs} environments in {count_workers(options)} workers"
+        workers += f" on each of {num_ranks} ranks" * (num_ranks > 1)
         self.say(f"{self.folder}: {how}, {workers}, {size:,} parameters on {next(policy.parameters()).device}")
 
     def say(self, text):

@@ -1,41 +1,48 @@
 """What the documentation says is so: the mechanism index, the worked examples, the README's commands."""
 
 import doctest
+import operator
 import re
 import shlex
 from pathlib import Path
 
 import pytest
+import ver_multigpu
 import ver_ppo
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
 
 
-def mechanism_index():
+SCRIPTS = pytest.mark.parametrize("script", [ver_ppo, ver_multigpu], ids=lambda script: script.__name__)
+
+
+def mechanism_index(script):
     """Rows of the index in the module's docstring: mechanism, functions, section, test."""
-    lines = ver_ppo.__doc__.splitlines()
+    lines = script.__doc__.splitlines()
     begin = next(i for i, line in enumerate(lines) if line.startswith("Mechanism"))
     return [re.split(r"\s{2,}", line.strip()) for line in lines[begin + 1 :] if line.strip()]
 
 
-def test_mechanism_index():
+@SCRIPTS
+def test_mechanism_index(script):
     """Every function and every test that the index names exists, and the README's table names the same."""
-    rows = mechanism_index()
-    assert len(rows) >= 10
+    rows = mechanism_index(script)
+    assert len(rows) >= 6
     for mechanism, functions, section, test in rows:
         for function in functions.split(", "):
-            assert callable(getattr(ver_ppo, function)), function
+            assert callable(operator.attrgetter(function)(script)), function
             assert f"`{function}`" in README, function
         file, name = test.split("::")
         assert f"def {name}(" in (ROOT / "tests" / file).read_text(), test
         assert name in README, name
 
 
-def test_worked_examples():
+@SCRIPTS
+def test_worked_examples(script):
     """The examples in the docstrings are true."""
-    results = doctest.testmod(ver_ppo)
-    assert results.attempted >= 8 and results.failed == 0
+    results = doctest.testmod(script)
+    assert results.attempted >= 2 and results.failed == 0
 
 
 def readme_commands():
@@ -43,17 +50,18 @@ def readme_commands():
     return [
         line.strip().split("  #")[0].strip()
         for line in README.splitlines()
-        if re.match(r" {4}(.*&& )?python ver_ppo.py", line)
+        if re.match(r" {4}(.*&& )?(python ver_ppo|torchrun .* ver_multigpu).py", line)
     ]
 
 
 @pytest.mark.parametrize("command", readme_commands())
 def test_readme_commands_are_understood(command, monkeypatch):
     """Every option in the README exists and its values are accepted."""
-    args = shlex.split(command.split("python ver_ppo.py")[1])
-    monkeypatch.setattr(ver_ppo, "load_checkpoint", lambda path: {"options": vars(ver_ppo.Options())})
+    kind = ver_multigpu.Options if "ver_multigpu" in command else ver_ppo.Options
+    args = shlex.split(re.split(r"(?:ver_ppo|ver_multigpu)\.py", command)[1])
+    monkeypatch.setattr(ver_ppo, "load_checkpoint", lambda path: {"options": vars(kind())})
     if "--help" not in args:
-        ver_ppo.validate_options(ver_ppo.parse_options(args))
+        ver_ppo.validate_options(ver_ppo.parse_options(args, kind))
 
 
 def test_readme_begins_with_the_two_commands():
@@ -65,13 +73,14 @@ def test_readme_begins_with_the_two_commands():
 
 def test_every_option_is_explained():
     """--help says something about every option."""
-    source = (ROOT / "ver_ppo.py").read_text()
-    for field in ver_ppo.fields(ver_ppo.Options):
+    source = (ROOT / "ver_ppo.py").read_text() + (ROOT / "ver_multigpu.py").read_text()
+    for field in ver_ppo.fields(ver_multigpu.Options):
         assert re.search(rf"^    {field.name}: .* = .*\n    \"\"\"", source, re.M), field.name
 
 
-def test_every_public_function_has_a_docstring():
+@SCRIPTS
+def test_every_public_function_has_a_docstring(script):
     """Functions and classes say what they do."""
-    for name, thing in vars(ver_ppo).items():
-        if getattr(thing, "__module__", "") == "ver_ppo" and not name.startswith("_"):
+    for name, thing in vars(script).items():
+        if getattr(thing, "__module__", "") == script.__name__ and not name.startswith("_"):
             assert thing.__doc__, name

@@ -1,6 +1,5 @@
 """Many ranks on the CPU: one is ver_ppo.py, several are one; preemption, stale fill, decisions taken together."""
 
-import doctest
 import inspect
 import os
 import re
@@ -524,6 +523,19 @@ def test_torchrun_starts_again(tmp_path):
     assert len(list(folder.glob("events*"))) == 2, "it was started twice"
 
 
+def test_ranks_do_not_outlive_torchrun(tmp_path):
+    """torchrun is killed: its ranks notice that its key-value store is gone, and end with all their workers."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
+    process = subprocess.Popen(
+        [*command, "ver_multigpu.py", *small(tmp_path, *SLOW)], cwd=ROOT, stderr=subprocess.PIPE, text=True
+    )
+    wait_for(lambda: list(tmp_path.glob("*/checkpoint.pt")))
+    groups = [int(path.parent.name) for path in Path("/proc").glob("[0-9]*/environ") if is_rank(path, str(process.pid))]
+    process.kill()
+    wait_for(lambda: not any(alive(group) for group in groups), 30)
+    assert len(groups) == 1 and "has died" in process.communicate(timeout=10)[1]
+
+
 def is_rank(path, agent):
     """Whether this process is rank 1, a child of the agent."""
     try:
@@ -531,12 +543,6 @@ def is_rank(path, agent):
         return parent == agent and b"\0RANK=1\0" in b"\0" + path.read_bytes()
     except OSError:
         return False
-
-
-def test_worked_examples():
-    """The examples in the docstrings are true."""
-    results = doctest.testmod(ver_multigpu)
-    assert results.attempted >= 2 and results.failed == 0
 
 
 def test_reduce_logs():
