@@ -31,6 +31,7 @@ import contextlib
 import io
 import math
 import os
+import signal
 import sys
 import time
 import zlib
@@ -106,88 +107,83 @@ class OtherRankStopped(Interrupted):
 
 
 class Ranks:
-    """The processes that torchrun started. Its methods are collectives: every rank must call them in the same order.
+    """The processes that torchrun started (without it, this one) and what they do together.
 
-    Without torchrun this is one rank. Numbers travel by gloo, tensors on GPUs by NCCL. A collective that fails (a rank has
-    died) or waits longer than --rank-timeout raises RankFailure.
+    Every rank must come to the same collectives in the same order. Objects travel by gloo, tensors on GPUs by NCCL. A
+    collective that fails (a rank has died) or waits longer than --rank-timeout raises RankFailure.
     """
 
     def __init__(self, timeout_sec):
         self.rank, self.size = (int(os.environ.get(name, value)) for name, value in (("RANK", 0), ("WORLD_SIZE", 1)))
-        self.store, self.timeout_sec, self.collectives = open_store(), timeout_sec, 0
-        if torch.cuda.is_available():
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        self.timeout_sec = timeout_sec
+        self.store = self.call(open_store, timeout_sec)
+        self.start = (self.store.add("arrivals", 1) - 1) // self.size  # --max-restarts: the store outlives the ranks
+        os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")  # or an error of NCCL would end the process without a word
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        store = dist.PrefixStore(f"start {self.start}", self.store)
         group = {"rank": self.rank, "world_size": self.size, "timeout": timedelta(seconds=timeout_sec)}
-        self.call(dist.init_process_group, backend, store=dist.PrefixStore(f"start {restarts()}", self.store), **group)
+        self.call(dist.init_process_group, backend, store=store, **group)
 
-    def call(self, collective, *args, **more):
-        """Any collective."""
-        self.collectives += 1
+    def call(self, function, *args, **more):
+        """function(*args, **more), which waits for other ranks."""
         try:
-            collective(*args, **more)
+            return function(*args, **more)
         except RuntimeError as error:
             reason = str(error).splitlines()[0][:200]
             silent = f"another rank has died, or been silent for {self.timeout_sec:.0f} s (--rank-timeout)"
             raise RankFailure(f"rank {self.rank}: {silent}: {reason}") from None
 
     def average(self, tensors):
-        """Average these tensors over all ranks, in place, in one message (DD-PPO section 3): all ranks weigh the same."""
+        """Average these tensors over all ranks, in place, in one message (DD-PPO section 3): all ranks weigh the same.
+
+        As fast as DistributedDataParallel, which hides the message behind the backward pass, on CPUs.
+        """
         flat = torch.cat([tensor.flatten() for tensor in tensors])
         self.call(dist.all_reduce, flat)  # COLLECTIVE
         for tensor, part in zip(tensors, (flat / self.size).split([tensor.numel() for tensor in tensors])):
             tensor.copy_(part.view_as(tensor))
 
-    def gather(self, thing):
-        """What every rank has to say, in order of rank."""
+    def gather(self, what, thing=None):
+        """The `thing` of every rank, in order of rank. Raises RankFailure if not all ranks have come to the same `what`."""
         things = [None] * self.size
-        self.call(dist.all_gather_object, things, thing)  # COLLECTIVE
-        return things
+        self.call(dist.all_gather_object, things, (what, thing))  # COLLECTIVE
+        if any(other != what for other, _ in things):
+            raise RankFailure(f"rank {self.rank} is at {what!r}, others at {sorted({other for other, _ in things})}")
+        return [thing for _, thing in things]
 
     def agree(self, failure, report=None):
         """Every rank's report. If one rank has a failure, all raise it: of several, the one of the lowest rank."""
-        answers = self.gather((failure, report))
-        failures = [failure for failure, _ in answers if failure and not isinstance(failure, OtherRankStopped)]
-        if failures:
-            raise failures[0]
-        return [report for _, report in answers]
+        failures, reports = zip(*self.gather("agreement", (failure, report)))
+        for known in failures:
+            if known and not isinstance(known, OtherRankStopped):
+                raise known
+        return reports
 
     def share_weights(self, policy):
         """Give rank 0's weights to all ranks."""
         for parameter in policy.parameters():
             self.call(dist.broadcast, parameter.data, 0)  # COLLECTIVE
 
-    def count(self, number, more):
-        """Add to the counter of a rollout, and return it (not a collective)."""
+    def count(self, rollout, more):
+        """Add to the counter of a rollout, which all ranks see at any time, and return it. Not a collective."""
         try:
-            return self.store.add(f"{number} of start {restarts()}", more)
+            return self.store.add(f"start {self.start} rollout {rollout}", more)
         except RuntimeError as error:
             raise RankFailure(f"rank {self.rank}: torchrun or rank 0 has died ({type(error).__name__})") from None
-
-    def remember(self, folder):
-        """Where to go on after a restart (not a collective)."""
-        self.store.set(FOLDER_KEY, str(folder))
 
     def close(self):
         """Part from the other ranks."""
         dist.destroy_process_group()
+        time.sleep(0.1)  # gloo's threads free tensors under Python's lock: one that is late aborts an interpreter that ends
 
 
-FOLDER_KEY = "run folder"
-
-
-def restarts():
-    """How often torchrun has started these ranks again (--max-restarts); its key-value store outlives them."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
-
-
-def open_store():
+def open_store(timeout_sec):
     """The key-value store of torchrun's agent, or of rank 0 if someone else started the ranks."""
     if "WORLD_SIZE" not in os.environ:
         return dist.HashStore()
     leads = os.environ["RANK"] == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return dist.TCPStore(*address, is_master=leads, wait_for_workers=False, timeout=timedelta(seconds=60))
+    return dist.TCPStore(*address, is_master=leads, wait_for_workers=False, timeout=timedelta(seconds=timeout_sec))
 
 
 CHECK_INTERVAL = 100  # updates between two comparisons of all ranks' weights
@@ -202,7 +198,8 @@ def checksum(policy):
 # Preemption
 # ----------------------------------------------------------------------------------------------------------------------
 
-NEVER = 1 << 50  # more than any counter reaches; who must stop adds as much
+NO_LIMIT = 1 << 40  # more than any counter reaches
+STOP = 1 << 50  # what a rank adds that cannot go on
 
 
 def optimal_preemption(step_sec_RN, num_steps, variable, learning_sec):
@@ -237,28 +234,38 @@ def threshold_preemption(num_ranks, sync_frac):
 
 
 def step_seconds(collector):
-    """Every environment's mean seconds per step in this rollout, from its begin to the environment's last complete step. One
-    without a step has taken at least as long as the rollout."""
-    spent_N = np.where(collector.steps_N > 0, collector.completed_at_N, time.perf_counter()) - collector.began
+    """Every environment's mean seconds per step in this rollout, which has just ended: of the time in which it was asked for
+    steps. Those that were in flight count neither at the begin nor at the end, which evens out."""
+    gave_all_N = collector.steps_N >= collector.quota
+    spent_N = np.where(gave_all_N, collector.completed_at_N, time.perf_counter()) - collector.began
     return np.maximum(spent_N, 1e-9) / np.maximum(collector.steps_N, 1)
 
 
 class Watch(StopSignal):
-    """What is looked at every few milliseconds while a rank collects: signals, and a counter that all ranks add to.
+    """What a rank looks at every few milliseconds while it collects: signals, and a counter that all ranks add to.
 
-    With --preemption optimal it counts the complete steps, with threshold the ranks that are done. Once it has reached
-    `limit` and this rank has `least` steps, its rollout ends as it is. Who cannot go on adds NEVER: then all come to agree.
+    With --preemption optimal it counts complete steps, with threshold the ranks that are done. When it reaches `limit`, this
+    rank's rollout ends as it is, if it has at least `min_steps`. A rank that cannot go on adds STOP: then all come to agree.
     """
 
     def __init__(self, ranks, collector, options):
         self.ranks, self.collector, self.counts_steps = ranks, collector, options.preemption == "optimal"
-        self.least = options.rollout_steps // 4 if options.preemption == "threshold" else 0
+        self.min_steps = options.rollout_steps // 4 if options.preemption == "threshold" else 1
         self.rollout = 0
-        self.begin(NEVER, 0.5)
+        self.begin_rollout(NO_LIMIT, 0.5)
 
-    def begin(self, limit, expected_sec):
-        """The next rollout; looking costs a hundredth of it at most."""
-        self.rollout, self.limit, self.told, self.next_look = self.rollout + 1, limit, 0, 0.0
+    def note(self, number, _frame):
+        """Unlike without ranks, a second signal ends nothing: torchrun may pass on what has reached this rank already."""
+        self.number = number
+
+    def __exit__(self, *failure):
+        super().__exit__()
+        if any(failure):  # the first rank to end makes torchrun send SIGTERM to the others, which are as good as done
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+    def begin_rollout(self, limit, expected_sec):
+        """Count from 0. Looking costs a hundredth of the expected time at most."""
+        self.rollout, self.limit, self.counted, self.next_look = self.rollout + 1, limit, 0, 0.0
         self.collector.poll_sec = min(1.0, max(0.005, expected_sec / 100))
 
     def check(self):
@@ -266,26 +273,27 @@ class Watch(StopSignal):
         super().check()
         if time.perf_counter() >= self.next_look:
             self.next_look = time.perf_counter() + self.collector.poll_sec
-            self.tell(0)
+            self.add_progress()
 
-    def tell(self, more):
-        """Count what was collected since the last time, and `more`."""
+    def add_progress(self, done=False):
+        """Count what has been collected since the last time, or that this rank is done."""
         steps = int(self.collector.steps_N.sum())
-        news, self.told = (steps - self.told, steps) if self.counts_steps else (0, 0)
-        count = self.ranks.count(self.rollout, news + more)
-        if count >= NEVER:
+        news = steps - self.counted if self.counts_steps else int(done)
+        count, self.counted = self.ranks.count(self.rollout, news), steps
+        if count >= STOP:
             raise OtherRankStopped(0)
-        if count >= self.limit and steps >= self.least:
+        if count >= self.limit and steps >= self.min_steps:
             self.collector.preempted[...] = True
 
     def stop_all(self):
         """This rank cannot go on."""
-        self.ranks.count(self.rollout, NEVER)
+        self.ranks.count(self.rollout, STOP)
 
 
 def fill_up(rollout, previous, history):
     """Fill a preempted rollout up to S complete steps with the newest ones that this rank learned from before (VER section
-    2.3). They are copied as they are, with the advantages and returns they had.
+    2.3). They are copied as they are, with the advantages and returns they had. They come from the previous rollout, or from
+    older ones if that was preempted too.
 
     `history`: those S steps, slots of the buffer `previous` in time order. Returns the records to learn from, how many of
     these are stale (the last ones), and the new history. The stale steps stand behind each environment's open record, so
@@ -311,14 +319,15 @@ class RankRun(ver_ppo.Run):
         self.ranks, self.leads, self.folder = ranks, ranks.rank == 0, None
         if self.leads:
             super().__init__(options, progress)
-            ranks.remember(self.folder)
+            ranks.store.set(FOLDER_KEY, str(self.folder))  # where to go on if torchrun starts us again
         self.step = self.saved_step = progress["step"]
         self.learning_sec = {}
 
     def save(self, policy, optimizer, collector, options):
-        snapshots = self.ranks.gather(collector.snapshot())
+        snapshots = self.ranks.gather("checkpoint", collector.snapshot())
         if self.leads:
             self.write(policy, optimizer, snapshots, options)
+        self.ranks.gather("checkpoint written")  # or the first to leave would make torchrun end who is still writing
         self.saved_step = self.step
 
     def log(self, step, *args):
@@ -352,7 +361,7 @@ class DistributedUpdate:
         rollout_sec = time.perf_counter() - began
         with ver_ppo.learning_phase(run, optimizer, collector, options) as logs:
             logs |= ver_ppo.compute_targets(policy, rollout, records, options)
-            if options.num_buffers == 2 and not options.overlap:
+            if options.preemption != "none":
                 previous = next(other for other in self.rollouts if other is not rollout)
                 records, stale, self.history = fill_up(rollout, previous, self.history)
                 logs["ranks/stale_share"] = stale / rollout.steps
@@ -360,8 +369,8 @@ class DistributedUpdate:
         logs["ranks/rollout_sec"], logs["ranks/predicted_sec"] = rollout_sec, self.predicted_sec
         sec = time.perf_counter() - began
         logs |= ver_ppo.describe_rollout(rollout, records, collector, options, logs["time/learning_sec"], sec)
-        logs = reduce_logs(self.ranks.gather(logs))
-        self.decide(reports, logs["time/learning_sec"], options)
+        logs = reduce_logs(self.ranks.gather("logs", logs))
+        self.decide(reports, logs, options)
         return sum(report["steps"] for report in reports), logs, sum((report["results"] for report in reports), [])
 
     def collect(self, policy, source, collector, options):
@@ -369,7 +378,7 @@ class DistributedUpdate:
         failure = report = None
         try:
             rollout, records = next(source)
-            self.watch.tell(0 if self.watch.counts_steps else 1)
+            self.watch.add_progress(done=True)
             report = {
                 "steps": int(rollout.complete[records].sum()),
                 "results": ver_ppo.episode_results(rollout, records),
@@ -384,20 +393,20 @@ class DistributedUpdate:
         reports = self.ranks.agree(failure, report)
         if len({report["checksum"] for report in reports}) > 1:
             raise RankFailure(f"the ranks' weights differ after {collector.version} updates")
-        if options.debug and options.sampler != "async":
-            ver_ppo.check_rollout(rollout, report["steps"])
+        if options.debug:
+            ver_ppo.check_collected(rollout, records, collector.version, report["steps"])
         return rollout, records, reports
 
-    def decide(self, reports, learning_sec, options):
+    def decide(self, reports, logs, options):
         """When the next rollout ends: the same numbers, so the same decision on every rank."""
-        limit, self.predicted_sec = NEVER, 0.0
+        limit, self.predicted_sec, expected_sec = NO_LIMIT, 0.0, logs["ranks/rollout_sec"]
         if options.preemption == "threshold":
             limit = threshold_preemption(self.ranks.size, options.sync_frac)
         if options.preemption == "optimal":
-            step_sec_RN = np.array([report["step_sec"] for report in reports])
+            step_sec_RN, learning_sec = np.array([report["step_sec"] for report in reports]), logs["time/learning_sec"]
             variable = options.sampler == "ver"
             limit, self.predicted_sec = optimal_preemption(step_sec_RN, options.num_steps, variable, learning_sec)
-        self.watch.begin(limit, self.predicted_sec)
+        self.watch.begin_rollout(limit, expected_sec)
 
 
 def reduce_logs(logs_R):
@@ -432,24 +441,29 @@ def train(options):
     return run.folder
 
 
+FOLDER_KEY = "run folder"
+
+
 def interrupted_run():
-    """After a restart (torchrun --max-restarts): the arguments that resume the run, if it has a checkpoint."""
-    if not restarts():
+    """If torchrun has started these ranks before (--max-restarts): the arguments that resume their last checkpoint."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return []
-    store = open_store()
+    store = open_store(timeout_sec=60)
     folder = Path(store.get(FOLDER_KEY).decode()) if store.check([FOLDER_KEY]) else Path()
     return ["--resume", str(folder)] if (folder / "checkpoint.pt").exists() else []
 
 
 def main(argv=None):
-    """Command line, as ver_ppo.main; what all ranks would print, rank 0 prints."""
-    rank = int(os.environ.get("RANK", 0))
+    """Command line, as ver_ppo.main. What all ranks of a machine would print, the first of them prints."""
+    argv, local_rank = sys.argv[1:] if argv is None else argv, int(os.environ.get("LOCAL_RANK", 0))
+    if torch.cuda.is_available():  # "--device cuda" means this one; validate_options refuses ranks that have none
+        torch.cuda.set_device(local_rank % torch.cuda.device_count())
     with contextlib.ExitStack() as stack:
-        if rank:
+        if local_rank:
             stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
             stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
         try:
-            return ver_ppo.main([*(sys.argv[1:] if argv is None else argv), *interrupted_run()], Options, train)
+            return ver_ppo.main([*argv, *interrupted_run()], Options, train)
         except RankFailure as error:
             print(f"ver_multigpu.py: {error}", file=sys.__stderr__)
             return 1

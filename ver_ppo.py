@@ -345,10 +345,10 @@ def count_cores():
 def choose_device(options):
     """The torch device that the options name. Raises UserError if this machine does not have it."""
     if options.device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.empty(0, device=device).device  # with its number
     try:
-        device = torch.device(options.device)
-        torch.empty(1, device=device)
+        device = torch.empty(1, device=options.device).device
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"--device {options.device} cannot be used ({reason}): try --device cpu") from None
@@ -1304,8 +1304,7 @@ class InlineWorkers:
         self.answered = []
         rows = range(options.num_envs)
         self.environments = [EnvironmentRow(row, options, split, spec, transfer, frames) for row in rows]
-        for environment, start in zip(self.environments, starts):
-            self.guard(environment, environment.start, *start)
+        self.not_started = list(zip(self.environments, starts))
 
     def guard(self, environment, function, *args):
         """Let an environment start or answer; raises EnvironmentFailure with its number and traceback."""
@@ -1321,7 +1320,10 @@ class InlineWorkers:
             self.guard(self.environments[row], self.environments[row].answer)
 
     def receive(self, timeout_sec):
-        """Rows that have answered since the last call."""
+        """Rows that have answered since the last call; the first call starts all of them."""
+        while self.not_started:
+            environment, start = self.not_started.pop(0)
+            self.guard(environment, environment.start, *start)
         rows, self.answered = self.answered, []
         return rows
 
@@ -1689,9 +1691,14 @@ def synchronize(device):
         torch.cuda.synchronize(device)
 
 
+def check_collected(rollout, records, version, steps):
+    """Every invariant of what was collected, whatever the sampler (--debug)."""
+    check_trajectories(rollout, records, version) if isinstance(rollout, Trajectories) else check_rollout(rollout, steps)
+
+
 def check_rollout(rollout, steps=None):
-    """Every invariant of a finished rollout, of S steps if not said otherwise. Raises AssertionError that names the one that
-    is broken (--debug)."""
+    """Every invariant of a finished rollout, of S complete steps if not said otherwise. Raises AssertionError that names the
+    one that is broken."""
     size, env, complete = int(rollout.size), rollout.env, rollout.complete
     version, used = rollout.policy_version, np.arange(len(env)) < size
     expected = rollout.steps if steps is None else steps
@@ -1828,9 +1835,9 @@ def inference_process(group, commands, worker, weights, rollouts, collector, spe
     actors = [Policy(spec, options).to(weights.device).requires_grad_(False) for _ in weights]
     for actor, vector in zip(actors, weights):
         nn.utils.vector_to_parameters(vector, actor.parameters())  # as views: they change with what is published
-    torch.manual_seed(
-        episode_seed("train", options.seed, options.first_env + options.num_envs + worker, int(collector.version))
-    )
+    if weights.is_cuda:
+        torch.cuda.set_device(weights.device)
+    torch.manual_seed(episode_seed("train", options.seed, options.first_env, 64 * (1 + int(collector.version)) + worker))
     with contextlib.ExitStack() as stack:
         try:
             if collector.workers is None:
@@ -2504,7 +2511,7 @@ def update(run, policy, optimizer, source, collector, options):
     began = time.perf_counter()
     rollout, records = next(source)
     if options.debug:
-        check_trajectories(rollout, records, collector.version) if options.sampler == "async" else check_rollout(rollout)
+        check_collected(rollout, records, collector.version, options.rollout_steps)
     with learning_phase(run, optimizer, collector, options) as logs:
         logs |= compute_targets(policy, rollout, records, options)
         logs |= learn(policy, optimizer, rollout, records, options)

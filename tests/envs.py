@@ -132,7 +132,14 @@ class Broken(Count):
         raise RuntimeError("no licence")
 
 
-for name in ("Cue", "Count", "Everything", "Continuous", "Faulty", "TextObservation", "TupleAction", "Broken"):
+class Late(Count):
+    """Can be made but not reset."""
+
+    def reset(self, *, seed=None, options=None):
+        raise RuntimeError("no licence")
+
+
+for name in ("Late", "Cue", "Count", "Everything", "Continuous", "Faulty", "TextObservation", "TupleAction", "Broken"):
     gym.register(f"{name}-v0", f"{__name__}:{name}")
 gym.register("Scenes-v0", f"{__name__}:Count", kwargs={"limit": 150})
 gym.register("Autoreset-v0", lambda **kwargs: gym.wrappers.Autoreset(Count(**kwargs)))

@@ -28,7 +28,12 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 import ver_multigpu  # noqa: E402
 
-MODES = {"ver optimal": ("ver", "optimal"), "sync threshold": ("sync", "threshold"), "sync none": ("sync", "none")}
+MODES = {
+    "ver optimal": ("ver", "optimal"),
+    "ver none": ("ver", "none"),
+    "sync threshold": ("sync", "threshold"),
+    "sync none": ("sync", "none"),
+}
 
 # ----------------------------------------------------------------------------------------------------- virtual clock
 
@@ -51,7 +56,7 @@ def simulate(num_ranks, num_envs, num_steps, sampler, preemption, rollouts, seed
     """Steps per second of all ranks under a virtual clock, in which a step takes a second on average; and the same if the
     best S of every one of these rollouts had been known."""
     rng = np.random.default_rng(seed)
-    most = num_steps * (4 if sampler == "ver" else 1)  # of one environment in one rollout
+    most = num_steps * (6 if sampler == "ver" else 1)  # of one environment in one rollout
     scene_RN = rng.lognormal(0, scenes, (num_ranks, num_envs))
     residual_RN = scene_RN * rng.random((num_ranks, num_envs))
     clock, collected, best_sec, limit = 0.0, 0, 0.0, None
@@ -68,7 +73,9 @@ def simulate(num_ranks, num_envs, num_steps, sampler, preemption, rollouts, seed
             quarter_R = arrival_RS[:, arrival_RS.shape[1] // 4 - 1]
             end_R = np.minimum(end_R, np.maximum(np.sort(end_R)[limit - 1], quarter_R))
         there_RS = arrival_RS <= end_R[:, None]
-        step_sec_RN = np.array([mean_step_sec(*rank, num_envs) for rank in zip(arrival_RS, env_RS, there_RS, end_R)])
+        most_of_one = num_steps * (num_envs if sampler == "ver" else 1)
+        ranks = zip(arrival_RS, env_RS, there_RS, end_R)
+        step_sec_RN = np.array([mean_step_sec(*rank, num_envs, most_of_one) for rank in ranks])
         if preemption == "optimal":
             limit, _ = ver_multigpu.optimal_preemption(step_sec_RN, num_steps, sampler == "ver", learning_sec)
         elif preemption == "threshold":
@@ -82,12 +89,12 @@ def simulate(num_ranks, num_envs, num_steps, sampler, preemption, rollouts, seed
     return {"rate": collected / clock, "hindsight": collected / best_sec}
 
 
-def mean_step_sec(arrival_S, env_S, there_S, end, num_envs):
+def mean_step_sec(arrival_S, env_S, there_S, end, num_envs, most_of_one):
     """As ver_multigpu.step_seconds, of one rank."""
     count_N = np.bincount(env_S[there_S], minlength=num_envs)
-    last_N = np.full(num_envs, end)
-    np.maximum.at(last_N := np.where(count_N > 0, 0.0, last_N), env_S[there_S], arrival_S[there_S])
-    return np.maximum(last_N, 1e-9) / np.maximum(count_N, 1)
+    last_N = np.zeros(num_envs)
+    np.maximum.at(last_N, env_S[there_S], arrival_S[there_S])
+    return np.maximum(np.where(count_N >= most_of_one, last_N, end), 1e-9) / np.maximum(count_N, 1)
 
 
 def simulate_all(args):
