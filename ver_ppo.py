@@ -8,6 +8,7 @@ weighted down, and PPO learns from data that (but for N steps at most) comes fro
 
     python ver_ppo.py --env-id pointnav            trains, shows its progress, evaluates on unseen floor plans
     python ver_ppo.py --help                       explains every option
+    torchrun --nproc-per-node 8 ver_multigpu.py    the same on eight GPUs: it imports this file
 
 The processes and what passes between them (section 2.1, figure 2 of the paper):
 
@@ -41,10 +42,10 @@ double-buffered sampling           worker_process         SF 3.2       test_samp
 several inference workers          claim_slots            VER 2.1      test_samplers.py::test_every_mode_loses_nothing
 overlap, delayed gradients         remote_rollouts        VER E        test_samplers.py::test_every_mode_loses_nothing
 asynchronous trajectories          collect_trajectories   SF 3.1       test_samplers.py::test_trajectories
-V-trace                            vtrace                 IMPALA 4.1   test_returns.py::test_vtrace_against_definition
 sequences, shuffled and cut        cut_minibatches        VER 2.2      test_packing.py::test_every_step_once
 PackedSequence                     pack_sequences         VER 2.2      test_packing.py::test_packed_lstm_is_stepping
 returns at every kind of border    compute_advantages     DD-PPO 4     test_returns.py::test_gae_against_definition
+V-trace                            compute_advantages     IMPALA 4.1   test_returns.py::test_vtrace_against_definition
 truncated importance weights       importance_weights     VER 4        test_returns.py::test_importance_weights
 clipped objective                  ppo_loss               DD-PPO 2     test_learning.py::test_ppo_loss_by_hand
 learned entropy coefficient        ppo_loss               VER 4        test_learning.py::test_entropy_constraint
@@ -1960,54 +1961,34 @@ def pack_sequences(slots_M, begin_Q):
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def compute_advantages(env, complete, reward, value, terminated, truncated, final_value, gamma, gae_lambda):
-    """Generalized advantage estimation over the linear buffer; all arrays have one entry for each slot, in time order.
+def compute_advantages(
+    env, complete, reward, value, terminated, truncated, final_value, gamma, gae_lambda, ratio=1.0, rho_max=1.0, c_max=1.0
+):
+    """Value targets and advantages over the linear buffer; all arrays have one entry for each slot, in time order.
 
     Walks the slots backwards and keeps, for each environment, what follows its next earlier step. An open record brings
     the bootstrap value. *terminated*: nothing follows. *truncated*: the final observation's value follows, and no
-    advantage. Returns float32 advantages, 0 in open slots.
-    """
-    num_envs = int(env.max()) + 1
-    next_value, next_advantage = [0.0] * num_envs, [0.0] * num_envs
-    columns = (env, complete, reward, value, terminated, truncated, final_value)
-    slots = list(zip(*(column.tolist() for column in columns)))
-    advantage_S = np.zeros(len(slots), np.float32)
-    for slot in range(len(slots) - 1, -1, -1):
-        e, is_complete, r, v, is_terminated, is_truncated, v_final = slots[slot]
-        if is_complete:
-            if is_terminated or is_truncated:
-                next_value[e], next_advantage[e] = v_final if is_truncated else 0.0, 0.0
-            delta = r + gamma * next_value[e] - v
-            advantage_S[slot] = next_advantage[e] = delta + gamma * gae_lambda * next_advantage[e]
-        else:
-            next_advantage[e] = 0.0
-        next_value[e] = v
-    return advantage_S
+    advantage. Returns float32 targets and advantages; in open slots these are the value and 0.
 
-
-def vtrace(
-    env, complete, reward, value, terminated, truncated, final_value, ratio, gamma, gae_lambda, rho_max=1.0, c_max=1.0
-):
-    """V-trace (Espeholt et al. 2018, section 4.1): value targets for steps that older policies took (--sampler async).
-
-    As compute_advantages, with the probability `ratio` of each action under the policy that learns and the one that acted:
-    a temporal difference counts min(rho_max, ratio), and what follows a step counts min(c_max, ratio). Returns float32
-    targets and advantages. The advantages are not multiplied by the ratio, because PPO's objective is; with all ratios 1
-    they are those of compute_advantages.
+    This is generalized advantage estimation. With `ratio`, the probability of each action under the policy that learns and
+    the one that acted, it is V-trace (Espeholt et al. 2018, section 4.1): a temporal difference counts min(rho_max, ratio)
+    for the target, and what follows a step counts min(c_max, ratio). The step's own advantage is not multiplied by its
+    ratio, because PPO's objective is.
     """
     num_envs = int(env.max()) + 1
     next_value, next_excess = [0.0] * num_envs, [0.0] * num_envs  # excess: of the target over the value
-    columns = (env, complete, reward, value, terminated, truncated, final_value, ratio)
+    rho, c = (np.broadcast_to(np.minimum(maximum, ratio), value.shape) for maximum in (rho_max, c_max))
+    columns = (env, complete, reward, value, terminated, truncated, final_value, rho, c)
     slots = list(zip(*(column.tolist() for column in columns)))
     target_S, advantage_S = np.array(value, np.float32), np.zeros(len(slots), np.float32)
     for slot in range(len(slots) - 1, -1, -1):
-        e, is_complete, r, v, is_terminated, is_truncated, v_final, rho = slots[slot]
+        e, is_complete, r, v, is_terminated, is_truncated, v_final, rho, c = slots[slot]
         if is_complete:
             if is_terminated or is_truncated:
                 next_value[e], next_excess[e] = v_final if is_truncated else 0.0, 0.0
             delta = r + gamma * next_value[e] - v
             advantage_S[slot] = delta + gamma * gae_lambda * next_excess[e]
-            next_excess[e] = min(rho_max, rho) * delta + gamma * gae_lambda * min(c_max, rho) * next_excess[e]
+            next_excess[e] = rho * delta + gamma * gae_lambda * c * next_excess[e]
             target_S[slot] = v + next_excess[e]
         else:
             next_excess[e] = 0.0
@@ -2075,11 +2056,8 @@ def compute_targets(policy, rollout, records, options):
         columns[name] = getattr(rollout, name)[torch.from_numpy(records).to(rollout.device)].cpu().numpy()
     complete_S, discounts = columns["complete"], {"gamma": options.gamma, "gae_lambda": options.gae_lambda}
     if options.sampler == "async":
-        ratio_S, columns["value"] = off_policy(policy, rollout, records, columns["value"], options)
-        target_S, advantage_S = vtrace(**columns, ratio=ratio_S, **discounts)
-    else:
-        advantage_S = compute_advantages(**columns, **discounts)
-        target_S = advantage_S + columns["value"]
+        columns["ratio"], columns["value"] = off_policy(policy, rollout, records, columns["value"], options)
+    target_S, advantage_S = compute_advantages(**columns, **discounts)
     rollout.advantage[records], rollout.target[records] = advantage_S, target_S
     error = (target_S - columns["value"])[complete_S].var() / max(target_S[complete_S].var(), 1e-12)
     return {"losses/explained_variance": 1 - float(error)}
@@ -2211,7 +2189,8 @@ def load_run(policy, optimizer, options, rank=0, num_ranks=1):
         policy.log_ent_coef.data.fill_(math.log(max(options.ent_coef, 1e-30)))
     optimizer.load_state_dict(saved["optimizer"])
     if len(saved["collectors"]) != num_ranks:
-        raise UserError(f"{num_ranks} ranks cannot resume a run of {len(saved['collectors'])}: start as many")
+        ranks = len(saved["collectors"])
+        raise UserError(f"the run to resume has {ranks} ranks, this one {num_ranks}: give torchrun --nproc-per-node {ranks}")
     snapshot = saved["collectors"][rank]
     snapshot["environments"] = [(episode, actions.numpy()) for episode, actions in snapshot["environments"]]
     if len(snapshot["environments"]) != options.num_envs:

@@ -443,7 +443,7 @@ def test_all_end_together(tmp_path):
     assert [process.returncode for process in processes] == [0, 0], texts
     assert ver_ppo.load_checkpoint(folder / "checkpoint.pt")["progress"]["step"] > step
     (text,) = outputs(start_ranks(1, lambda rank: more))
-    assert "1 ranks cannot resume a run of 2" in text
+    assert "the run to resume has 2 ranks, this one 1: give torchrun --nproc-per-node 2" in text
 
 
 def stop_fifth_update(rank, args):

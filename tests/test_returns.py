@@ -25,7 +25,12 @@ def random_rollout(seed, num_envs=4, steps=80):
     }
 
 
-def advantages_by_definition(c):
+def gae(columns):
+    """Advantages without ratios."""
+    return ver_ppo.compute_advantages(**columns, gamma=GAMMA, gae_lambda=LAMBDA)[1]
+
+
+def advantages_by_definition(c, gae_lambda=LAMBDA):
     """A_t = sum over k of (gamma lambda)^k delta_{t+k}, episode by episode: nothing beyond the episode's end counts."""
     result = np.zeros(len(c["env"]))
     for e in np.unique(c["env"]):
@@ -43,7 +48,7 @@ def advantages_by_definition(c):
             episode += bool(c["terminated"][here] or c["truncated"][here])
         for here in deltas:
             later = [slot for slot in deltas if slot >= here and episode_of[slot] == episode_of[here]]
-            result[here] = sum((GAMMA * LAMBDA) ** k * deltas[slot] for k, slot in enumerate(later))
+            result[here] = sum((GAMMA * gae_lambda) ** k * deltas[slot] for k, slot in enumerate(later))
     return result
 
 
@@ -51,7 +56,7 @@ def advantages_by_definition(c):
 def test_gae_against_definition(seed):
     """Terminated, truncated, carried-over and open records, in any interleaving of the environments."""
     columns = random_rollout(seed)
-    got = ver_ppo.compute_advantages(**columns, gamma=GAMMA, gae_lambda=LAMBDA)
+    got = gae(columns)
     np.testing.assert_allclose(got, advantages_by_definition(columns), rtol=1e-4, atol=1e-5)
 
 
@@ -63,7 +68,7 @@ def test_nothing_leaks_across_borders(ending):
     columns["truncated"] = np.zeros_like(columns["truncated"])
     if ending == "truncated":
         columns["truncated"], columns["terminated"] = columns["terminated"], columns["truncated"]
-    clean = ver_ppo.compute_advantages(**columns, gamma=GAMMA, gae_lambda=LAMBDA)
+    clean = gae(columns)
     borders = 0
     for e in range(4):
         slots = np.flatnonzero(columns["env"] == e)
@@ -72,7 +77,7 @@ def test_nothing_leaks_across_borders(ending):
             planted["value"][slots[position + 1]] = planted["reward"][slots[position + 1]] = 1e6
             if ending == "terminated":
                 planted["final_value"][slots[position]] = 1e6  # of no meaning for a terminated step
-            got = ver_ppo.compute_advantages(**planted, gamma=GAMMA, gae_lambda=LAMBDA)
+            got = gae(planted)
             np.testing.assert_array_equal(got[slots[: position + 1]], clean[slots[: position + 1]])
             others = columns["env"] != e
             np.testing.assert_array_equal(got[others], clean[others])
@@ -83,11 +88,11 @@ def test_nothing_leaks_across_borders(ending):
 def test_reward_in_an_open_record_is_not_used():
     """What stands in an open slot of an older rollout (reward, end flags) is not read; its value is the bootstrap."""
     columns = random_rollout(2)
-    clean = ver_ppo.compute_advantages(**columns, gamma=GAMMA, gae_lambda=LAMBDA)
+    clean = gae(columns)
     still_open = ~columns["complete"]
     columns["reward"][still_open], columns["final_value"][still_open] = 1e6, 1e6
     columns["terminated"][still_open], columns["truncated"][still_open] = True, True
-    got = ver_ppo.compute_advantages(**columns, gamma=GAMMA, gae_lambda=LAMBDA)
+    got = gae(columns)
     np.testing.assert_array_equal(got, clean)
     assert (got[still_open] == 0).all()
 
@@ -123,7 +128,9 @@ def test_vtrace_against_definition(seed, rho_max, c_max):
     """Targets and advantages against a scalar loop over the definition, in any interleaving of the environments."""
     columns = random_rollout(seed)
     ratio = np.random.default_rng(seed).lognormal(0, 0.5, len(columns["env"])).astype(np.float32)
-    target, advantage = ver_ppo.vtrace(**columns, ratio=ratio, gamma=GAMMA, gae_lambda=LAMBDA, rho_max=rho_max, c_max=c_max)
+    target, advantage = ver_ppo.compute_advantages(
+        **columns, ratio=ratio, gamma=GAMMA, gae_lambda=LAMBDA, rho_max=rho_max, c_max=c_max
+    )
     expected = vtrace_by_definition(columns, ratio, rho_max, c_max)
     np.testing.assert_allclose(target, expected[0], rtol=1e-3, atol=1e-4)
     np.testing.assert_allclose(np.where(columns["complete"], advantage, 0), expected[1], rtol=1e-3, atol=1e-4)
@@ -135,12 +142,11 @@ def test_vtrace_on_policy_is_gae(gae_lambda, maximum):
     """Where both policies are one, the advantages are those of GAE, and the targets are values plus these."""
     columns = random_rollout(3)
     ones = np.ones(len(columns["env"]), np.float32)
-    target, advantage = ver_ppo.vtrace(
-        **columns, ratio=ones, gamma=GAMMA, gae_lambda=gae_lambda, rho_max=maximum, c_max=maximum
-    )
-    expected = ver_ppo.compute_advantages(**columns, gamma=GAMMA, gae_lambda=gae_lambda)
-    np.testing.assert_allclose(advantage, expected, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(target, columns["value"] + expected, rtol=1e-5, atol=1e-6)
+    more = {"gamma": GAMMA, "gae_lambda": gae_lambda, "rho_max": maximum, "c_max": maximum}
+    target, advantage = ver_ppo.compute_advantages(**columns, ratio=ones, **more)
+    expected = advantages_by_definition(columns, gae_lambda)
+    np.testing.assert_allclose(advantage, expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(np.where(columns["complete"], target - columns["value"], 0), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_open_records_separate_trajectories():
@@ -148,11 +154,11 @@ def test_open_records_separate_trajectories():
     reaches the first but the bootstrap value."""
     columns = random_rollout(4, num_envs=1, steps=30)
     twice = {name: np.concatenate([column, column]) for name, column in columns.items()}
-    once = ver_ppo.compute_advantages(**columns, gamma=GAMMA, gae_lambda=LAMBDA)
-    np.testing.assert_array_equal(ver_ppo.compute_advantages(**twice, gamma=GAMMA, gae_lambda=LAMBDA), np.tile(once, 2))
+    once = gae(columns)
+    np.testing.assert_array_equal(gae(twice), np.tile(once, 2))
     ratio = np.linspace(0.5, 1.5, 31, dtype=np.float32)
-    alone = ver_ppo.vtrace(**columns, ratio=ratio, gamma=GAMMA, gae_lambda=LAMBDA)
-    both = ver_ppo.vtrace(**twice, ratio=np.tile(ratio, 2), gamma=GAMMA, gae_lambda=LAMBDA)
+    alone = ver_ppo.compute_advantages(**columns, ratio=ratio, gamma=GAMMA, gae_lambda=LAMBDA)
+    both = ver_ppo.compute_advantages(**twice, ratio=np.tile(ratio, 2), gamma=GAMMA, gae_lambda=LAMBDA)
     for one, two in zip(alone, both):
         np.testing.assert_array_equal(two, np.tile(one, 2))
 
