@@ -256,7 +256,10 @@ class Watch(StopSignal):
 
     def note(self, number, _frame):
         """Unlike without ranks, a second signal ends nothing: torchrun may pass on what has reached this rank already."""
-        self.number = number
+        if number == signal.SIGUSR1:
+            self.save_wanted = True
+        else:
+            self.number = number
 
     def __exit__(self, *failure):
         super().__exit__()
@@ -383,6 +386,7 @@ class DistributedUpdate:
                 "steps": int(rollout.complete[records].sum()),
                 "results": ver_ppo.episode_results(rollout, records),
                 "step_sec": step_seconds(collector) if self.watch.counts_steps else None,
+                "save": self.watch.save_wanted,
                 "checksum": checksum(policy) if collector.version % CHECK_INTERVAL == 0 else 0,
             }
         except (Interrupted, EnvironmentFailure) as error:
@@ -391,6 +395,7 @@ class DistributedUpdate:
                 failure = EnvironmentFailure(f"rank {self.ranks.rank}: {error}")
             self.watch.stop_all()
         reports = self.ranks.agree(failure, report)
+        self.watch.save_wanted = any(report["save"] for report in reports)
         if len({report["checksum"] for report in reports}) > 1:
             raise RankFailure(f"the ranks' weights differ after {collector.version} updates")
         if options.debug:

@@ -122,7 +122,9 @@ class Options:
     """another way to give --num-workers. From two on, a worker steps one environment while inference computes the action of
     another (double-buffered sampling)"""
     env_timeout: float = 300.0
-    """seconds without any answer from any environment after which the run is given up"""
+    """seconds that a step or a reset may take; then its worker process is killed, and started again"""
+    max_worker_restarts: int = 10
+    """worker processes that may be started again within an hour, because an environment raised, hung or died"""
 
     sampler: Literal["ver", "nover", "sync", "async"] = "ver"
     """how experience is collected. ver: T x N steps from whoever delivers them; nover: T steps from each environment, not
@@ -192,7 +194,7 @@ class Options:
     trace: str | None = None
     """file for the run's timeline in Chrome's trace format: open it in ui.perfetto.dev or chrome://tracing"""
     debug: bool = False
-    """check every invariant of every rollout"""
+    """check every invariant of every rollout, and say every 10 s where collecting stands"""
 
     @property
     def rollout_steps(self):
@@ -233,24 +235,31 @@ class Interrupted(Exception):
     """Ctrl-C or SIGTERM; the argument is the signal's number."""
 
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # for the main process; may reach the whole process group
+
+
 class StopSignal:
     """Notes SIGINT and SIGTERM while it is entered, so that a run ends where its state is whole, between two batches.
 
-    A second signal finds the handlers from before, which end the run wherever it is.
+    A second one finds the handlers from before, which end the run wherever it is. SIGUSR1 asks for a checkpoint.
     """
 
-    number = None
+    number, save_wanted = None, False
 
     def __enter__(self):
-        self.handlers = {number: signal.signal(number, self.note) for number in (signal.SIGINT, signal.SIGTERM)}
+        self.handlers = {number: signal.signal(number, self.note) for number in SIGNALS}
 
     def __exit__(self, *_):
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
 
     def note(self, number, _frame):
-        self.number = number
-        self.__exit__()
+        if number == signal.SIGUSR1:
+            self.save_wanted = True
+        else:
+            self.number = number
+            for stop in SIGNALS[:2]:
+                signal.signal(stop, self.handlers[stop])
 
     def check(self):
         """Raises Interrupted if a signal has come."""
@@ -269,7 +278,7 @@ def validate_options(options):
     at_least_one = ("total_timesteps", "num_envs", "num_steps", "num_minibatches", "update_epochs", "hidden_size",
                     "checkpoint_interval")  # fmt: skip
     positive = ("learning_rate", "clip_coef", "max_grad_norm", "env_timeout")
-    not_negative = ("seed", "eval_episodes", "sim_latency", "ent_coef", "vf_coef")
+    not_negative = ("seed", "eval_episodes", "max_worker_restarts", "sim_latency", "ent_coef", "vf_coef")
     rules = [(getattr(o, name) >= 1, name, "must be at least 1") for name in at_least_one]
     rules += [(0 < getattr(o, name) < math.inf, name, "must be a positive number") for name in positive]
     rules += [(0 <= getattr(o, name) < math.inf, name, "must not be negative") for name in not_negative]
@@ -813,6 +822,7 @@ class Policy(nn.Module):
             torch.tensor(math.log(max(options.ent_coef, 1e-30))), options.target_entropy is not None
         )
         self.bf16 = options.bf16
+        self.skipped = 0  # mini-batches in a row whose gradient was not finite
         self.actor = orthogonal(nn.Linear(hidden, sum(self.choices) or spec.action_numbers), 0.01)
         self.critic = orthogonal(nn.Linear(hidden, 1), 1.0)
 
@@ -969,6 +979,8 @@ class Transfer(Shared):
             result=float64(num_envs, 2 + len(spec.metrics)),  # of the episode that ended last: return, length, metrics
             step_began=float64(num_envs),  # when the last step began, by perf_counter
             step_sec=float64(num_envs),  # what it took, a reset included
+            sent_at=float64(num_envs),  # when the action was sent (or the start was asked for); 0 once there is an answer
+            lost=boolean(num_envs),  # the answer is not to that action: the environment had to be started again
         )
 
 
@@ -999,6 +1011,7 @@ class Rollout(Shared):
             reward=torch.zeros(slots),
             terminated=boolean(slots),
             truncated=boolean(slots),
+            lost=boolean(slots),  # the environment was lost after this step: returns go on with final_value, as if truncated
             complete=boolean(slots),
             result=float64(slots, 2 + len(spec.metrics)),  # of the episode, where one ended
             advantage=torch.zeros(slots),
@@ -1009,6 +1022,10 @@ class Rollout(Shared):
             **{name: float64(()) for name in self.SPENT},
             **more,
         )
+
+    def begin_of(self, slot):
+        """The first slot of the rollout or trajectory that this one is in."""
+        return 0
 
     def columns(self):
         """Every tensor and array that has one entry for each slot."""
@@ -1026,6 +1043,9 @@ class Trajectories(Rollout):
         self.length = steps // num_envs + 1
         slots = 3 * num_envs * self.length
         super().__init__(spec, steps, num_envs, state_shape, device, slots, free_P=~boolean(3 * num_envs))
+
+    def begin_of(self, slot):
+        return slot // self.length * self.length
 
     def is_last(self, slots):
         """Whether these slots (-1: none) hold the T-th record of their trajectory."""
@@ -1055,7 +1075,9 @@ class EnvironmentRow:
         """Begin `episode` and repeat these actions of it: an environment's state is its seed and its actions."""
         self.episode = episode - 1
         self.reset()
+        self.out.lost[self.row] = True  # whatever was asked before
         for action_A in actions:
+            self.out.sent_at[self.row] = time.perf_counter()
             self.step(action_A)
             if self.out.first[self.row]:  # a simulator that is not deterministic: go on from its new episode
                 break
@@ -1077,6 +1099,7 @@ class EnvironmentRow:
         if self.options.sim_latency:
             self.sleep()
         self.step(self.out.action[self.row])
+        self.out.lost[self.row] = False
         self.out.step_began[self.row], self.out.step_sec[self.row] = began, time.perf_counter() - began
 
     def step(self, action_A):
@@ -1091,7 +1114,7 @@ class EnvironmentRow:
         self.render()
         self.total_reward += float(reward)
         if not math.isfinite(reward):
-            raise ValueError(f"reward is {reward}")
+            raise NotFinite(f"reward is {reward}")
         out.reward[row], out.first[row] = reward, False
         out.terminated[row], out.truncated[row] = terminated, truncated and not terminated
         if terminated or truncated:
@@ -1103,12 +1126,12 @@ class EnvironmentRow:
             self.write("obs", observation)
 
     def write(self, field, observation):
-        """Copy an observation into the row. Raises ValueError if it holds infinities or NaN."""
+        """Copy an observation into the row. Raises NotFinite if it holds infinities or NaN."""
         for key, leaf in flatten(observation).items():
             target = self.observations[field][key]
             target[self.row] = leaf
             if target.dtype == np.float32 and not np.isfinite(target[self.row]).all():
-                raise ValueError(f"observation {key!r} is not finite")
+                raise NotFinite(f"observation {key!r} is not finite")
 
     def draw_delay(self, sigma):
         """Log-normal factor of mean 1."""
@@ -1130,11 +1153,16 @@ class EnvironmentRow:
         return f"{where}:\n{traceback.format_exc()}"
 
 
+class NotFinite(ValueError):
+    """An environment returned NaN or infinity: a bug that starting it again would hide."""
+
+
 ANNOUNCE_SEC = 0.002  # an answer waits at most this long for its siblings in the same worker: one write for all of them
 
 
 def worker_process(group, commands, rows, options, split, spec, transfer, starts):
-    """Body of a worker process: step the environments `rows` whenever actions for them arrive.
+    """Body of a worker process: step the environments `rows` whenever actions for them arrive. The first command for a row
+    starts its environment.
 
     Ends when the main process closes the command pipe or dies (end of file either way). With several rows this is double-
     buffered sampling (Sample Factory, section 3.2) whenever inference is slow: while one row's action is being computed,
@@ -1142,23 +1170,47 @@ def worker_process(group, commands, rows, options, split, spec, transfer, starts
     """
     row, environments = rows[0], {}
     try:
-        for row in rows:
-            environments[row] = environment = EnvironmentRow(row, options, split, spec, transfer)
-            environment.start(*starts[row])
-            write_numbers(group.announce, [row])
         while wanted := read_numbers(commands):
             answered, since = [], time.perf_counter()
             for row in wanted:
-                environments[row].answer()
+                if row in environments:
+                    environments[row].answer()
+                else:
+                    environments[row] = EnvironmentRow(row, options, split, spec, transfer)
+                    environments[row].start(*starts[row])
                 answered.append(row)
                 if time.perf_counter() - since > ANNOUNCE_SEC or row == wanted[-1]:
+                    transfer.sent_at[answered] = 0.0
                     write_numbers(group.announce, answered)
                     answered, since = [], time.perf_counter()
-    except Exception:
+    except Exception as error:
         text = environments[row].failure() if row in environments else f"environment {row}:\n{traceback.format_exc()}"
-        group.fail(row, text)
+        group.note_error(row, text)
+        os._exit(EXIT_NOT_FINITE if isinstance(error, NotFinite) else 1)  # at once, whatever threads the simulator has
     for environment in environments.values():
         environment.env.close()
+
+
+EXIT_NOT_FINITE = 3
+
+
+class Restarts:
+    """Counts environments that had to be started again, and ends the run when there are too many."""
+
+    def __init__(self, most):
+        self.most, self.total, self.at_sec = most, 0, deque()
+
+    def note(self, reason):
+        """Report one. Raises EnvironmentFailure if there were more than --max-worker-restarts within an hour."""
+        now = time.perf_counter()
+        self.total += 1
+        self.at_sec.append(now)
+        while now - self.at_sec[0] > 3600:
+            self.at_sec.popleft()
+        if len(self.at_sec) > self.most:
+            limit = f"more than {self.most} restarts within an hour (--max-worker-restarts)"
+            raise EnvironmentFailure(f"{reason}\n{limit}" if self.most else reason)
+        tqdm.write(f"{reason}\nstarted again, with a new episode ({self.total} so far)", file=sys.stderr)
 
 
 def write_numbers(pipe, numbers):
@@ -1183,10 +1235,11 @@ class ProcessGroup:
         methods = mp.get_all_start_methods()
         self.context = mp.get_context(start_method or ("forkserver" if "forkserver" in methods else "spawn"))
         self.context.set_forkserver_preload(["torch", "gymnasium", "tyro", "tqdm"])
-        if self.context.get_start_method() == "forkserver":  # without it nobody could be killed: it must outlive SIGTERM
-            handler = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if self.context.get_start_method() == "forkserver":  # without it nobody could be killed: it must outlive signals
+            handlers = {number: signal.signal(number, signal.SIG_IGN) for number in SIGNALS[1:]}
             multiprocessing.forkserver.ensure_running()
-            signal.signal(signal.SIGTERM, handler)
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
         self.announced, self.announce = self.context.Pipe(duplex=False)
         os.set_blocking(self.announced.fileno(), False)  # of several processes that wake, one gets the numbers
         self.error = torch.zeros(num_numbers, 8192, dtype=torch.uint8).share_memory_()
@@ -1201,7 +1254,7 @@ class ProcessGroup:
         self.poller.register(self.announced, select.POLLIN)
 
     def start(self, name, function, commands, *args):
-        """Start function(group, commands, *args) in a new process."""
+        """Start function(group, commands, *args) in a new process, and return that."""
         group = copy.copy(self)
         group.commands = []  # or the pipes would not end with this process
         args = (function, group, commands, *args)
@@ -1213,11 +1266,16 @@ class ProcessGroup:
             raise
         self.processes.append(process)
         self.poller.register(process.sentinel, select.POLLIN)
+        return process
+
+    def note_error(self, number, text):
+        """Called in a process: leave its last words."""
+        encoded = torch.frombuffer(bytearray(text.encode()[-8000:]), dtype=torch.uint8)
+        self.error[number, : len(encoded)] = encoded
 
     def fail(self, number, text):
         """Called in a process: announce its failure."""
-        encoded = torch.frombuffer(bytearray(text.encode()[-8000:]), dtype=torch.uint8)
-        self.error[number, : len(encoded)] = encoded
+        self.note_error(number, text)
         write_numbers(self.announce, [-1 - number])
 
     def receive(self, timeout_sec):
@@ -1265,66 +1323,136 @@ class ProcessGroup:
 
 
 def process_body(function, group, *args):
-    """What all processes have in common. Ctrl-C and SIGTERM reach the whole process group: the main process decides."""
-    for number in (signal.SIGINT, signal.SIGTERM):
+    """What all processes have in common. Signals may reach the whole process group: the main process decides."""
+    for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)
     function(group, *args)
 
 
 class Workers(ProcessGroup):
-    """The worker processes, seen from who serves requests. Row numbers go out by `send` and come back by `receive`."""
+    """The worker processes, seen from who serves requests. Row numbers go out by `send` and come back by `receive`.
+
+    Whoever has started them also supervises them (`check`): a process that has died, or whose environment has not answered
+    for --env-timeout, is replaced by a fresh one that goes on with other episodes.
+    """
 
     def __init__(self, options, split, spec, transfer, starts, start_method=None):
         super().__init__(options.num_envs, start_method)
         transfer.share()
-        self.num_workers = count_workers(options)
+        self.num_workers, self.transfer, self.timeout_sec = count_workers(options), transfer, options.env_timeout
+        self.restarts, self.next_check = Restarts(options.max_worker_restarts), 0.0
+        self.args, self.inboxes = (options, split, spec, transfer), []
         for worker in range(self.num_workers):
-            rows = list(range(worker, options.num_envs, self.num_workers))
-            commands, command = self.context.Pipe(duplex=False)
-            mine = {row: starts[row] for row in rows}
-            name = f"worker {worker} (environments {rows})"
-            self.start(name, worker_process, commands, rows, options, split, spec, transfer, mine)
-            commands.close()
+            inbox, command = self.context.Pipe(duplex=False)
+            self.inboxes.append(inbox)  # kept: commands outlive the process that they were for
             self.commands.append(command)
+            self.start_worker(worker, starts)
+        self.send(range(options.num_envs))
+
+    def __getstate__(self):  # what another process can use: it does not supervise
+        return {name: value for name, value in super().__getstate__().items() if name not in ("inboxes", "args")}
+
+    def rows_of(self, worker):
+        """The environments of a worker."""
+        return list(range(worker, len(self.transfer.sent_at), self.num_workers))
+
+    def start_worker(self, worker, starts):
+        """Start a worker's process; returns it."""
+        rows, starts = self.rows_of(worker), {row: starts[row] for row in self.rows_of(worker)}
+        name = f"worker {worker} (environments {rows})"
+        return self.start(name, worker_process, self.inboxes[worker], rows, *self.args, starts)
 
     def send(self, rows):
-        """Tell the workers that the actions of these rows are in place."""
+        """Tell the workers that the actions of these rows are in place, or that their environments shall start."""
         rows_of = {}
         for row in rows:
             rows_of.setdefault(row % self.num_workers, []).append(row)
+        self.transfer.sent_at[list(rows)] = time.perf_counter()
         for worker, mine in rows_of.items():
-            with contextlib.suppress(BrokenPipeError):  # a dead worker is reported by the next `receive`
-                write_numbers(self.commands[worker], mine)
+            write_numbers(self.commands[worker], mine)
+
+    def receive(self, timeout_sec):
+        """Rows that have answered; looks after the processes once a second."""
+        rows = super().receive(timeout_sec)
+        if self.processes and time.perf_counter() > self.next_check:
+            self.next_check = time.perf_counter() + 1.0
+            self.check()
+        return rows
+
+    def check(self):
+        """Replace the processes that have died or hang. Raises EnvironmentFailure if that happens too often, or if an
+        environment returned what is not finite."""
+        overdue_N = (self.transfer.sent_at > 0) & (time.perf_counter() - self.transfer.sent_at > self.timeout_sec)
+        for worker in range(self.num_workers):
+            process, rows = self.processes[worker], self.rows_of(worker)
+            overdue = [row for row in rows if overdue_N[row]]
+            if overdue and process.exitcode is None:
+                process.kill()
+                process.join(5)
+            if process.exitcode is not None:
+                words = [self.failure(row) for row in rows if self.error[row].any()]
+                reason = words[0] if words else f"{process.name} died with exit code {process.exitcode}"
+                if overdue:
+                    reason = f"no answer from environments {overdue} for {self.timeout_sec:.0f} s (--env-timeout)"
+                if process.exitcode == EXIT_NOT_FINITE:
+                    raise EnvironmentFailure(reason)
+                self.restarts.note(reason)
+                self.replace(worker)
+
+    def replace(self, worker):
+        """A fresh process for a worker. Environments that owe an answer give the first observation of another episode; the
+        others start when their next action arrives. Whatever has been answered is not touched."""
+        process, rows = self.processes[worker], self.rows_of(worker)
+        self.poller.unregister(process.sentinel)
+        self.error[rows] = 0
+        while self.inboxes[worker].poll():
+            read_numbers(self.inboxes[worker])
+        owed = [row for row in rows if self.transfer.sent_at[row] > 0]
+        self.start_worker(worker, {row: (int(self.transfer.episode[row]) + 2, []) for row in rows})
+        self.processes[worker] = self.processes.pop()
+        if owed:
+            self.send(owed)
+
+    def close(self):
+        for inbox in self.inboxes:
+            inbox.close()
+        super().close()
 
 
 class InlineWorkers:
-    """All environments where requests are served (--num-workers 0): same interface as Workers, deterministic order."""
+    """All environments where requests are served (--num-workers 0): same interface as Workers, deterministic order. One that
+    raises is made anew; one that hangs or kills its process cannot be helped."""
 
     def __init__(self, options, split, spec, transfer, starts, frames=None):
-        self.answered = []
-        rows = range(options.num_envs)
-        self.environments = [EnvironmentRow(row, options, split, spec, transfer, frames) for row in rows]
-        self.not_started = list(zip(self.environments, starts))
+        self.answered, self.restarts, self.transfer = [], Restarts(options.max_worker_restarts), transfer
+        self.make = lambda row: EnvironmentRow(row, options, split, spec, transfer, frames)
+        self.environments = [self.make(row) for row in range(options.num_envs)]
+        self.not_started = list(enumerate(starts))
 
-    def guard(self, environment, function, *args):
-        """Let an environment start or answer; raises EnvironmentFailure with its number and traceback."""
+    def serve(self, row, *start):
+        """Let an environment start (with `start`) or answer. Raises EnvironmentFailure as Workers.check does."""
         try:
-            function(*args)
-        except Exception:
-            raise EnvironmentFailure(environment.failure()) from None
-        self.answered.append(environment.row)
+            self.environments[row].start(*start) if start else self.environments[row].answer()
+            self.answered.append(row)
+        except Exception as error:
+            reason = self.environments[row].failure()
+            if isinstance(error, NotFinite):
+                raise EnvironmentFailure(reason) from None
+            self.restarts.note(reason)
+            self.environments[row] = self.make(row)
+            self.serve(row, int(self.transfer.episode[row]) + 2, [])
 
     def send(self, rows):
         """Step these environments now."""
         for row in rows:
-            self.guard(self.environments[row], self.environments[row].answer)
+            self.serve(row)
 
     def receive(self, timeout_sec):
         """Rows that have answered since the last call; the first call starts all of them."""
         while self.not_started:
-            environment, start = self.not_started.pop(0)
-            self.guard(environment, environment.start, *start)
+            row, start = self.not_started.pop(0)
+            self.serve(row, *start)
         rows, self.answered = self.answered, []
         return rows
 
@@ -1348,6 +1476,7 @@ def start_workers(options, split, spec, transfer, starts=None, frames=None):
 # Dynamic batching and inference
 # ----------------------------------------------------------------------------------------------------------------------
 
+GRACE_SEC = 60  # after --env-timeout; workers should have been replaced by then
 REPLAY_LIMIT = 10_000  # actions; an episode that is longer starts anew when a run is resumed
 
 
@@ -1362,10 +1491,11 @@ class Collector(Shared):
         num_envs, self.stop = options.num_envs, stop
         self.workers, self.transfer, self.timeout_sec = workers, transfer, options.env_timeout
         self.min_requests, self.max_requests = options.min_requests, options.max_requests
-        self.needed = num_envs if options.sampler == "sync" else 1  # requests without which nothing is inferred
+        self.lock_step = options.sampler == "sync"  # nothing is inferred before all have answered
         self.quota = options.rollout_steps if options.sampler == "ver" else options.num_steps  # steps of one environment
         self.alone = options.num_inference_workers == 1
         self.poll_sec = 1.0  # longest wait between two calls of stop.check()
+        self.next_beat_sec = 0.0 if options.debug else math.inf
         self.lock, self.trace = contextlib.nullcontext(), None
         self.inference_sec = 1e-3  # of one batch, running mean
         self.state_N = torch.zeros(num_envs, *policy.state_shape, device=device)  # before the environment's next step
@@ -1443,12 +1573,11 @@ def await_requests(collector):
     """
     began = time.perf_counter()
     receive(collector, 0)
-    while np.count_nonzero(collector.request_N) < collector.needed:
+    while missing_requests(collector):
         receive(collector, collector.poll_sec if collector.alone else 0.005)
-        too_few = np.count_nonzero(collector.request_N) < collector.needed
-        if too_few and time.perf_counter() - collector.served_at > collector.timeout_sec:
-            awaited = np.flatnonzero((collector.request_N == 0) & ~collector.held_N).tolist()
-            message = f"no answer from environments {awaited} for {collector.timeout_sec:.0f} s (--env-timeout)"
+        limit_sec = collector.timeout_sec + GRACE_SEC
+        if missing_requests(collector) and time.perf_counter() - collector.served_at > limit_sec:
+            message = f"no request for {limit_sec:.0f} s (--env-timeout and {GRACE_SEC}): {progress_of(collector)}"
             raise EnvironmentFailure(message)
         if collector.preempted or not collector.alone:
             break
@@ -1456,6 +1585,12 @@ def await_requests(collector):
     while np.count_nonzero(collector.request_N) < collector.min_requests and time.perf_counter() < deadline:
         receive(collector, max(0.0, deadline - time.perf_counter()))
     return time.perf_counter() - began
+
+
+def missing_requests(collector):
+    """Whether there are too few requests to infer: none, or in lock-step not all of those that are not done."""
+    needed = np.count_nonzero(~collector.held_N) if collector.lock_step else 1
+    return np.count_nonzero(collector.request_N) < needed
 
 
 def receive(collector, timeout_sec):
@@ -1467,6 +1602,19 @@ def receive(collector, timeout_sec):
     if rows:
         with collector.lock:
             note_requests(collector, rows)
+    if time.perf_counter() > collector.next_beat_sec:
+        collector.next_beat_sec = time.perf_counter() + HEARTBEAT_SEC
+        tqdm.write(f"collecting: {progress_of(collector)}", file=sys.stderr)
+
+
+HEARTBEAT_SEC = 10.0  # --debug
+
+
+def progress_of(collector):
+    """Where collecting stands, in words."""
+    awaited = np.flatnonzero((collector.request_N == 0) & ~collector.held_N).tolist()
+    steps, requests = int(collector.steps_N.sum()), np.count_nonzero(collector.request_N)
+    return f"{steps} steps since the rollout began, {requests} requests, environments {awaited} to answer"
 
 
 def note_requests(collector, rows):
@@ -1478,7 +1626,7 @@ def note_requests(collector, rows):
 def take_requests(collector, limit):
     """The rows of all outstanding requests in order of arrival, at most `limit` and --max-requests; none if too few."""
     rows = np.flatnonzero(collector.request_N)
-    if len(rows) < collector.needed:
+    if missing_requests(collector):
         return rows[:0]
     rows = rows[np.argsort(collector.request_N[rows])][: min(limit, collector.max_requests)]
     collector.request_N[rows] = 0
@@ -1540,32 +1688,48 @@ def collect_rollout(policy, rollout, collector):
 def claim_slots(rollout, collector, rows):
     """Complete the rows' records and give each row the next slot for a new one; returns both. Under the lock: whoever
     completes the S-th record ends the rollout, once."""
-    closed = complete_records(rollout, collector, rows)
-    slots = slice(int(rollout.size), int(rollout.size) + len(rows))
-    rollout.size += len(rows)
-    collector.open_slot_N[rows] = np.arange(slots.start, slots.stop)
+    closed, lost = complete_records(rollout, collector, rows)
+    slots = int(rollout.size) + np.cumsum(~lost) - 1
+    slots[lost] = collector.open_slot_N[rows[lost]]
+    rollout.size += np.count_nonzero(~lost)
+    collector.open_slot_N[rows] = slots
     collector.held_N[rows] = (rollout.num_complete == rollout.steps) | (collector.steps_N[rows] >= collector.quota)
-    return closed, slots
+    return closed, slots if lost.any() else slice(rollout.size - len(rows), int(rollout.size))  # a slice is faster
 
 
 def complete_records(rollout, collector, rows):
-    """Put the rewards and end flags that arrived into the rows' open records; returns the slots.
+    """Put the rewards and end flags that arrived into the rows' open records. Returns their slots, -1 for rows of which
+    nothing was completed, and which rows have lost the step that they were asked for.
 
-    A row without an open record (slot -1) brings the first observation of all.
+    A row without an open record brings the first observation of all. One whose environment had to be started again brings
+    the first observation of another episode: its open record never gets an answer, and its slot is used again.
     """
     closed = collector.open_slot_N[rows]
-    slots, rows = closed[closed >= 0], rows[closed >= 0]
+    lost = collector.transfer.lost[rows] & (closed >= 0)
+    for slot, row in zip(closed[lost], rows[lost]):
+        cut_off(rollout, slot, row)
+    closed[lost] = -1
+    slots, complete = closed[closed >= 0], rows[closed >= 0]
     for name in ("reward", "terminated", "truncated", "result"):
-        getattr(rollout, name)[slots] = getattr(collector.transfer, name)[rows]
+        getattr(rollout, name)[slots] = getattr(collector.transfer, name)[complete]
     rollout.complete[slots] = True
     rollout.num_complete += len(slots)
-    collector.steps_N[rows] += 1
-    collector.completed_at_N[rows] = time.perf_counter()
-    rollout.simulation_sec += collector.transfer.step_sec[rows].sum()
+    collector.steps_N[complete] += 1
+    collector.completed_at_N[complete] = time.perf_counter()
+    rollout.simulation_sec += collector.transfer.step_sec[complete].sum()
     if collector.trace:
-        for row, began, sec in zip(rows, collector.transfer.step_began[rows], collector.transfer.step_sec[rows]):
+        for row, began, sec in zip(complete, collector.transfer.step_began[complete], collector.transfer.step_sec[complete]):
             collector.trace.span("environments", row, "step", began, sec)
-    return closed
+    return closed, lost
+
+
+def cut_off(rollout, slot, row):
+    """The step of this open record is lost. Returns of the step before it go on with the record's value, as if truncated."""
+    begin = rollout.begin_of(slot)
+    earlier = np.flatnonzero(rollout.env[begin:slot] == row)
+    if len(earlier) and not (rollout.terminated | rollout.truncated)[begin + earlier[-1]]:
+        rollout.lost[begin + earlier[-1]] = True
+        rollout.final_value[begin + earlier[-1]] = rollout.value[slot]
 
 
 def bootstrap_truncated(policy, rollout, collector, rows, closed):
@@ -1579,12 +1743,13 @@ def bootstrap_truncated(policy, rollout, collector, rows, closed):
 def write_records(policy, rollout, collector, rows, slots, version):
     """Infer, and write one new open record for each row; returns their actions and the recurrent states after the step."""
     (obs, state_B, prev_action_B), distribution, value_B, after_B = infer(policy, collector, rows)
-    for key, part in obs.items():
-        rollout.obs[key][slots] = part
-    rollout.state[slots], rollout.prev_action[slots], rollout.value[slots] = state_B, prev_action_B, value_B
     action_BA = distribution.sample()
-    rollout.action[slots], rollout.log_prob[slots] = action_BA, distribution.log_prob(action_BA)
-    rollout.final_value[slots] = 0.0
+    parts = {"state": state_B, "prev_action": prev_action_B, "value": value_B, "action": action_BA}
+    parts["log_prob"] = distribution.log_prob(action_BA)
+    for columns, new in ((rollout.obs, obs), (vars(rollout), parts)):
+        for name, part in new.items():
+            columns[name][slots] = part.to(columns[name].dtype)
+    rollout.final_value[slots], rollout.lost[slots] = 0.0, False
     rollout.env[slots], rollout.version[slots], rollout.complete[slots] = rows, version, False
     rollout.first[slots] = collector.transfer.first[rows]
     return action_BA, after_B
@@ -1673,14 +1838,14 @@ def collect_trajectories(actors, pool, collector, finished):
 def claim_trajectory_slots(pool, collector, rows):
     """Complete the rows' records and give each row its next slot, in a new trajectory if the last one is full; returns the
     rows, those slots and these. Under the lock. Rows for which no trajectory is free go on waiting."""
-    closed = collector.open_slot_N[rows]
-    begins = (closed < 0) | pool.is_last(closed)
+    before = collector.open_slot_N[rows]
+    begins = (before < 0) | pool.is_last(before) & ~collector.transfer.lost[rows]
     free = np.flatnonzero(pool.free_P)
     served = ~begins | (np.cumsum(begins) <= len(free))
     note_requests(collector, rows[~served])
-    rows, begins = rows[served], begins[served]
-    closed = complete_records(pool, collector, rows)
-    slots, new = closed + 1, free[: begins.sum()]
+    rows, begins, before = rows[served], begins[served], before[served]
+    closed, lost = complete_records(pool, collector, rows)
+    slots, new = np.where(lost, before, closed + 1), free[: begins.sum()]
     slots[begins], pool.free_P[new] = new * pool.length, False
     collector.open_slot_N[rows] = slots
     return rows, closed, slots
@@ -1711,16 +1876,17 @@ def check_rollout(rollout, steps=None):
     fresh = used & (np.arange(len(env)) >= rollout.carried)
     assert (rollout.version[fresh] == version).all(), "new records come from the current policy"
     older = rollout.version[: rollout.carried] < max(1, version)  # before the first update, overlapping rollouts share one
-    assert older.all(), "carried records come from older policies"
+    again = rollout.first[: rollout.carried]  # or the slot of a lost step was used again
+    assert (older | again).all(), "carried records come from older policies"
 
 
 def check_records(rollout, slots, whose):
     """Invariants of successive records of one environment, of which the last one is open."""
-    complete, first, terminated, truncated, version = (
-        getattr(rollout, name)[slots] for name in ("complete", "first", "terminated", "truncated", "version")
+    complete, first, terminated, truncated, lost, version = (
+        getattr(rollout, name)[slots] for name in ("complete", "first", "terminated", "truncated", "lost", "version")
     )
     assert complete[:-1].all() and not complete[-1:].any(), f"{whose}: its last record alone is open"
-    assert (first[1:] == (terminated | truncated)[:-1]).all(), f"{whose}: an episode begins only where one ended"
+    assert (first[1:] == (terminated | truncated | lost)[:-1]).all(), f"{whose}: an episode begins only where one ended"
     assert (np.diff(version) >= 0).all(), f"{whose}: versions do not go back"
     assert not (terminated & truncated)[complete].any(), f"{whose}: an episode ends in one way"
     state = rollout.state[slots].flatten(1)
@@ -1796,9 +1962,10 @@ class InferenceWorkers(ProcessGroup):
             finally:
                 self.collector.stop.check()
             numbers += received
-            limit_sec = self.collector.timeout_sec + 60  # inference workers give up before, if they can
+            limit_sec = self.collector.timeout_sec + 1.5 * GRACE_SEC  # inference workers give up before, if they can
             if not received and time.perf_counter() - self.collector.served_at > limit_sec:
-                raise EnvironmentFailure(f"inference has stood still for {limit_sec:.0f} s (--env-timeout and a minute)")
+                message = f"inference has stood still for {limit_sec:.0f} s: {progress_of(self.collector)}"
+                raise EnvironmentFailure(message)
         return numbers
 
 
@@ -2054,6 +2221,7 @@ def compute_targets(policy, rollout, records, options):
     columns = {name: getattr(rollout, name)[records] for name in names}
     for name in ("value", "final_value"):
         columns[name] = getattr(rollout, name)[torch.from_numpy(records).to(rollout.device)].cpu().numpy()
+    columns["truncated"] = columns["truncated"] | rollout.lost[records]
     complete_S, discounts = columns["complete"], {"gamma": options.gamma, "gae_lambda": options.gae_lambda}
     if options.sampler == "async":
         columns["ratio"], columns["value"] = off_policy(policy, rollout, records, columns["value"], options)
@@ -2069,7 +2237,7 @@ def alone(tensors):
 
 def learn(policy, optimizer, rollout, records, options, average=alone):
     """Update the policy from these records of a rollout: --update-epochs passes over all mini-batches. Returns what to log.
-    Raises FloatingPointError if a gradient is not finite, before it touches a weight.
+    Mini-batches whose gradient is not finite are skipped; raises FloatingPointError at the third in a row.
     """
     env_S, complete_S, advantage_S = rollout.env[records], rollout.complete[records], rollout.advantage[records]
     weight_S = importance_weights(env_S, complete_S, rollout.num_envs)
@@ -2119,7 +2287,7 @@ def run_sequences(policy, rollout, records, packed):
 
 
 def update_policy(policy, optimizer, rollout, records, targets, packed, options, average=alone):
-    """One optimizer step on one packed mini-batch."""
+    """One optimizer step on one packed mini-batch; none if the gradient is not finite."""
     distribution, value_M, batch = run_sequences(policy, rollout, records, packed)
     index_M = torch.from_numpy(packed[0]).to(rollout.device)
     batch |= {name: column[index_M] for name, column in targets.items()}
@@ -2128,12 +2296,16 @@ def update_policy(policy, optimizer, rollout, records, targets, packed, options,
     loss.backward()
     average([parameter.grad for parameter in policy.parameters() if parameter.grad is not None])
     norm = nn.utils.clip_grad_norm_(policy.parameters(), options.max_grad_norm)
-    if not torch.isfinite(norm):
-        raise FloatingPointError(f"loss {loss.item()}, gradient norm {norm.item()}: try a lower --learning-rate")
-    optimizer.step()
+    finite = bool(torch.isfinite(norm))
+    policy.skipped = 0 if finite else policy.skipped + 1
+    if policy.skipped == 3:
+        reason = f"loss {loss.item()}, gradient norm {norm.item()}, three times in a row"
+        raise FloatingPointError(f"{reason}: try a lower --learning-rate")
+    if finite:
+        optimizer.step()
     if policy.log_ent_coef.requires_grad:
         policy.log_ent_coef.data.clamp_(*(math.log(bound) for bound in ENT_COEF_BOUNDS))
-    return {**logs, "losses/grad_norm": norm.detach()}
+    return {**logs, "losses/grad_norm": norm.detach(), "losses/skipped": torch.tensor(float(not finite))}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -2159,11 +2331,14 @@ def save_checkpoint(path, policy, optimizer, snapshots, options, progress):
         "collectors": snapshots,
     }
     temporary = path.with_suffix(".tmp")
-    with open(temporary, "wb") as file:
-        torch.save(content, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "wb") as file:
+            torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)  # half of it, if the disk is full
 
 
 def load_checkpoint(path):
@@ -2248,12 +2423,14 @@ class Run:
         """Evaluate what was learned."""
         self.bar.close()
         if options.eval_episodes:
-            report_evaluation(policy, spec, options, self.folder, self.writer, self.step)
+            self.write_scalars(report_evaluation(policy, spec, options, self.folder), self.step)
 
     def close(self):
         """End the progress bar's line and write the last events."""
         self.bar.close()
-        self.writer.close()
+        with contextlib.suppress(OSError):  # said before
+            if self.writer:
+                self.writer.close()
 
     def save(self, policy, optimizer, collector, options):
         """Write the checkpoint."""
@@ -2262,8 +2439,20 @@ class Run:
     def write(self, policy, optimizer, snapshots, options):
         """Write the checkpoint, with the snapshots of all ranks."""
         progress = {"step": self.step, "recent": list(self.recent)}
-        save_checkpoint(self.folder / "checkpoint.pt", policy, optimizer, snapshots, options, progress)
+        try:
+            save_checkpoint(self.folder / "checkpoint.pt", policy, optimizer, snapshots, options, progress)
+        except (OSError, RuntimeError) as error:  # torch.save raises either when a disk is full
+            self.say(f"checkpoint of step {self.step} not written, the one before stays: {str(error).splitlines()[0][:200]}")
         self.saved_step = self.step
+
+    def write_scalars(self, scalars, step):
+        """Add points to TensorBoard's curves; says so once if that fails (a full disk), and goes on without."""
+        try:
+            for tag, value in scalars.items() if self.writer else ():
+                self.writer.add_scalar(tag, value, step)
+        except OSError as error:
+            self.say(f"TensorBoard's curves end at step {step}: {error}")
+            self.writer = None
 
     def give_up(self, *state):
         """Write the checkpoint, and say how to go on from it."""
@@ -2281,8 +2470,7 @@ class Run:
             scalars |= {"charts/episodic_return": means[0], "charts/episodic_length": means[1]}
             scalars |= {f"metrics/{name}": mean for name, mean in zip(metrics, means[2:])}
             shown = {"return": means[0]} | {name: mean for name, mean in zip(metrics, means[2:]) if name in SHOWN_METRICS}
-        for tag, value in scalars.items():
-            self.writer.add_scalar(tag, value, step)
+        self.write_scalars(scalars, step)
         self.bar.total = max(self.bar.total, step)
         self.bar.set_postfix({name: f"{value:.3g}" for name, value in shown.items()}, refresh=False)
         self.bar.update(step - self.bar.n)
@@ -2351,6 +2539,8 @@ def describe_rollout(rollout, records, collector, options, learning_sec, cycle_s
         "ver/policy_lag_mean": lag.mean(),
         "ver/policy_lag_max": lag.max(),
     }
+    if collector.workers:
+        logs["time/restarts"] = collector.workers.restarts.total
     if workers := count_workers(options):
         logs["time/worker_idle_share"] = max(0.0, 1 - spent["simulation_sec"] / max(rollout_sec, 1e-9) / workers)
     return logs
@@ -2385,7 +2575,7 @@ def evaluate(policy, spec, options, frames=None):
         while len(results) < options.eval_episodes:
             await_requests(collector)
             rows = take_requests(collector, limit=num_envs)
-            for row in rows[transfer.first[rows] & (collector.open_slot_N[rows] >= 0)]:
+            for row in rows[transfer.first[rows] & ~transfer.lost[rows] & (collector.open_slot_N[rows] >= 0)]:
                 results.append(transfer.result[row].tolist())
                 left_N[row] -= 1
             if len(rows := rows[left_N[rows] > 0]):
@@ -2400,8 +2590,9 @@ def act(policy, collector, rows, greedy):
     collector.open_slot_N[rows] = 0  # an answer is awaited
 
 
-def report_evaluation(policy, spec, options, folder, writer=None, step=0):
-    """Evaluate, print mean +- standard error of every result, log them, and write the video if one was asked for."""
+def report_evaluation(policy, spec, options, folder):
+    """Evaluate, print mean +- standard error of every result, and write the video if one was asked for. Returns the means,
+    to log."""
     began = time.perf_counter()
     results = evaluate(policy, spec, options)
     names = ("return", "length", *spec.metrics)
@@ -2409,15 +2600,15 @@ def report_evaluation(policy, spec, options, folder, writer=None, step=0):
     how = "greedy" if options.greedy else "sampled"
     line = ", ".join(f"{name} {mean:.3f} ± {error:.3f}" for name, mean, error in zip(names, means, errors))
     print(f"evaluation, {len(results)} {how} episodes in {time.perf_counter() - began:.0f} s: {line}")
-    for name, mean in zip(names, means):
-        if writer:
-            writer.add_scalar(f"eval/{name}", mean, step)
     if options.capture_video:
-        frames = []
+        frames, path = [], folder / "evaluation.gif"
         evaluate(policy, spec, replace(options, eval_episodes=3), frames)
-        path = folder / "evaluation.gif"
-        write_gif(path, frames[:-1])  # the last one shows the reset after the third episode
-        print(f"video: {path}")
+        try:
+            write_gif(path, frames[:-1])  # the last one shows the reset after the third episode
+            print(f"video: {path}")
+        except OSError as error:
+            print(f"video {path} not written: {error}")
+    return {f"eval/{name}": mean for name, mean in zip(names, means)}
 
 
 def write_gif(path, frames):
@@ -2546,7 +2737,8 @@ def run_updates(run, policy, optimizer, collector, rollouts, spec, options, snap
                         steps, logs, results = update(run, policy, optimizer, source, collector, options)
                         publish()
                         run.log(run.step + steps, logs, results, spec.metrics)
-                        if run.step - run.saved_step >= options.checkpoint_interval:
+                        if collector.stop.save_wanted or run.step - run.saved_step >= options.checkpoint_interval:
+                            collector.stop.save_wanted = False
                             run.save(policy, optimizer, collector, options)
                     collector.stop.check()
                     run.save(policy, optimizer, collector, options)
@@ -2619,6 +2811,11 @@ def main(argv=None, kind=Options, train=train):
         return 2
     except (EnvironmentFailure, FloatingPointError) as error:
         print(f"{program}: {error}", file=sys.stderr)
+        return 1
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        reason = str(error).splitlines()[0] if str(error) else "out of memory"
+        advice = "more --num-minibatches, or less of --num-envs, --num-steps, --image-size and --hidden-size"
+        print(f"{program}: {reason}: give {advice}", file=sys.stderr)
         return 1
     except Interrupted as error:
         return 128 + error.args[0]

@@ -1,6 +1,7 @@
 """Small environments for the tests. Importing registers them: `tests.envs:Cue-v0` and so on."""
 
 import os
+import signal
 import time
 
 import gymnasium as gym
@@ -104,6 +105,8 @@ class Faulty(Count):
                 raise RuntimeError("the simulator is out of paint")
             if self.fault == "exit":
                 os._exit(7)
+            if self.fault == "segfault":
+                os.kill(os.getpid(), signal.SIGSEGV)
             if self.fault == "hang":
                 time.sleep(3600)
             if self.fault == "observation":
@@ -143,5 +146,5 @@ for name in ("Late", "Cue", "Count", "Everything", "Continuous", "Faulty", "Text
     gym.register(f"{name}-v0", f"{__name__}:{name}")
 gym.register("Scenes-v0", f"{__name__}:Count", kwargs={"limit": 150})
 gym.register("Autoreset-v0", lambda **kwargs: gym.wrappers.Autoreset(Count(**kwargs)))
-for fault in ("raise", "exit", "hang", "observation", "reward"):
+for fault in ("raise", "exit", "segfault", "hang", "observation", "reward"):
     gym.register(f"Faulty-{fault}-v0", f"{__name__}:Faulty", kwargs={"fault": fault})

@@ -102,16 +102,23 @@ def test_ratio_is_one_before_the_first_step():
 
 
 def test_not_a_number_touches_no_weight():
-    """A gradient that is not finite stops the run before the optimizer moves."""
+    """A gradient that is not finite is skipped and counted; the third in a row stops the run. No weight moves."""
     workers = VirtualWorkers(2, lambda row, step: 1.0)
     policy, rollout, collector = build(workers, 2, 8)
     optimizer = torch.optim.Adam(policy.parameters())
     collect(policy, rollout, collector)
-    rollout.reward[3] = np.nan
+    options = ver_ppo.Options(num_envs=2, num_steps=8, num_minibatches=1)
     before = {name: p.clone() for name, p in policy.named_parameters()}
-    with pytest.raises(FloatingPointError, match="learning-rate"):
-        learn(policy, optimizer, rollout, ver_ppo.Options(num_envs=2, num_steps=8))
+    rewards = rollout.reward.copy()
+    rollout.reward[3] = np.nan
+    assert learn(policy, optimizer, rollout, options)["losses/skipped"] == 1 and policy.skipped == 2
     assert all(torch.equal(before[name], p) for name, p in policy.named_parameters())
+    with pytest.raises(FloatingPointError, match="three times in a row: try a lower --learning-rate"):
+        learn(policy, optimizer, rollout, options)
+    assert all(torch.equal(before[name], p) for name, p in policy.named_parameters())
+    rollout.reward[:] = rewards
+    assert learn(policy, optimizer, rollout, options)["losses/skipped"] == 0 and policy.skipped == 0
+    assert any(not torch.equal(before[name], p) for name, p in policy.named_parameters())
 
 
 def test_bfloat16():

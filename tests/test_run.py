@@ -53,6 +53,11 @@ def same(one, two):
     return one == two or (one != one and two != two)
 
 
+def logged_values(folder, tag):
+    """The curve of a tag in TensorBoard."""
+    return [event.value for event in EventAccumulator(str(folder)).Reload().Scalars(tag)]
+
+
 def differences(one, two):
     return [key for key in one if key != "options" and not same(one[key], two[key])]
 
@@ -344,7 +349,7 @@ def test_environment_fails(tmp_path, capsys, fault, workers, where):
     """The traceback, the environment's number and its step; exit status 1; the checkpoint so far stays; nobody is left."""
     args = small(
         tmp_path, "--env-id", f"tests.envs:Faulty-{fault}-v0", "--num-workers", workers, "--checkpoint-interval", "64"
-    ) + REMOTE.get(where, [])
+    ) + [*REMOTE.get(where, []), "--max-worker-restarts", "0"]
     assert ver_ppo.main(args) == 1
     error = capsys.readouterr().err
     assert FAULTS[fault] in error and "environment " in error and "step 10" in error and "Traceback" in error
@@ -357,6 +362,7 @@ def test_environment_fails(tmp_path, capsys, fault, workers, where):
 def test_worker_dies(tmp_path, capsys, workers, where):
     """A worker that exits is reported with its environments and exit code, the last one as any other."""
     args = small(tmp_path, "--env-id", "tests.envs:Faulty-exit-v0", "--num-workers", workers, *REMOTE.get(where, []))
+    args += ["--max-worker-restarts", "0"]
     assert ver_ppo.main(args) == 1
     error = capsys.readouterr().err
     environments = {"1": ["[0, 1, 2, 3]"], "2": ["[0, 2]", "[1, 3]"]}[workers]
@@ -368,7 +374,7 @@ def test_worker_dies(tmp_path, capsys, workers, where):
 def test_environment_hangs(tmp_path, capsys, where):
     """No answer within --env-timeout ends the run, and the hanging process with it."""
     args = small(tmp_path, "--env-id", "tests.envs:Faulty-hang-v0", "--num-workers", "2", "--env-timeout", "2")
-    args += REMOTE.get(where, [])
+    args += [*REMOTE.get(where, []), "--max-worker-restarts", "0"]
     began = time.monotonic()
     assert ver_ppo.main(args) == 1
     assert time.monotonic() - began < 30
@@ -442,11 +448,33 @@ def test_memory_is_flat(tmp_path):
     assert np.mean(resident_mib[-50:]) - np.mean(resident_mib[150:200]) < 4
 
 
-def test_checkpoint_is_atomic(tmp_path, monkeypatch):
-    """A crash while a checkpoint is written leaves the one before whole."""
+@pytest.mark.parametrize("error", [OSError("No space left on device"), RuntimeError("PytorchStreamWriter failed")])
+def test_full_disk(tmp_path, monkeypatch, capfd, error):
+    """A checkpoint that cannot be written is reported, the one before stays, nothing else is left, training goes on."""
     assert ver_ppo.main(small(tmp_path, "--num-workers", "0", "--total-timesteps", "64", "--env-id", "CartPole-v1")) == 0
     (folder,) = run_folders(tmp_path)
-    before = (folder / "checkpoint.pt").read_bytes()
+    before, save, failures = (folder / "checkpoint.pt").read_bytes(), torch.save, [error, error]
+
+    def fail_twice(content, file):
+        if failures:
+            file.write(b"half a checkp")
+            raise failures.pop()
+        save(content, file)
+
+    monkeypatch.setattr(torch, "save", fail_twice)
+    assert ver_ppo.main(["--resume", str(folder), "--total-timesteps", "192", "--checkpoint-interval", "1"]) == 0
+    said = capfd.readouterr()
+    assert (said.out + said.err).count("not written, the one before stays") == 2
+    assert ver_ppo.load_checkpoint(folder / "checkpoint.pt")["progress"]["step"] == 192
+    assert (folder / "checkpoint.pt").read_bytes() != before and not (folder / "checkpoint.tmp").exists()
+
+
+def test_failed_write_keeps_the_checkpoint(tmp_path, monkeypatch):
+    """Whatever happens while a checkpoint is written, the one before is whole."""
+    path, policy = tmp_path / "checkpoint.pt", torch.nn.Linear(1, 1)
+    optimizer = torch.optim.Adam(policy.parameters())
+    ver_ppo.save_checkpoint(path, policy, optimizer, [], ver_ppo.Options(), {})
+    before = path.read_bytes()
 
     def crash(content, file):
         file.write(b"half a checkp")
@@ -454,5 +482,65 @@ def test_checkpoint_is_atomic(tmp_path, monkeypatch):
 
     monkeypatch.setattr(torch, "save", crash)
     with pytest.raises(OSError):
-        ver_ppo.main(["--resume", str(folder), "--total-timesteps", "128"])
-    assert (folder / "checkpoint.pt").read_bytes() == before
+        ver_ppo.save_checkpoint(path, policy, optimizer, [], ver_ppo.Options(), {})
+    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
+
+
+def test_full_disk_for_tensorboard(tmp_path, monkeypatch, capfd):
+    """Curves that cannot be written are reported once; training goes on to the end."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    def fail(*args, **more):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(SummaryWriter, "add_scalar", fail)
+    args = small(
+        tmp_path, "--num-workers", "0", "--total-timesteps", "256", "--env-id", "CartPole-v1", "--eval-episodes", "2"
+    )
+    assert ver_ppo.main(args) == 0
+    said = capfd.readouterr()
+    assert (said.out + said.err).count("TensorBoard's curves end at step 64: No space left on device") == 1
+    (folder,) = run_folders(tmp_path)
+    assert ver_ppo.load_checkpoint(folder / "checkpoint.pt")["progress"]["step"] == 256
+
+
+def test_out_of_memory(capsys):
+    """One line that says what to lower."""
+
+    def too_much(options):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    assert ver_ppo.main(["--env-id", "CartPole-v1"], train=too_much) == 1
+    error = capsys.readouterr().err
+    assert "Tried to allocate 2.00 GiB.: give more --num-minibatches, or less of --num-envs" in error
+
+
+@pytest.mark.parametrize("where", ["here", "overlap"])
+def test_checkpoint_on_demand(tmp_path, where):
+    """SIGUSR1, also to the whole process group: a checkpoint now, and training goes on. With --debug, a line says where
+    collecting stands."""
+    command = [
+        sys.executable,
+        "ver_ppo.py",
+        *small(tmp_path, "--env-id", "tests.envs:Count-v0", "--num-workers", "2", "--debug"),
+    ]
+    command += ["--sim-latency", "5", *REMOTE.get(where, [])]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    deadline = time.monotonic() + 60
+    while not any(tmp_path.glob("*/events*")) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    time.sleep(5)
+    steps = []
+    for _ in range(2):
+        before = time.time()
+        os.killpg(process.pid, signal.SIGUSR1)
+        while not any(path.stat().st_mtime > before for path in tmp_path.glob("*/checkpoint.pt")):
+            assert process.poll() is None and time.monotonic() < deadline, process.stderr.read()
+            time.sleep(0.1)
+        time.sleep(0.5)
+        steps.append(ver_ppo.load_checkpoint(next(tmp_path.glob("*/checkpoint.pt")))["progress"]["step"])
+    process.send_signal(signal.SIGTERM)
+    errors = process.communicate(timeout=20)[1]
+    assert process.returncode == 143 and 0 < steps[0] < steps[1]
+    assert "collecting: " in errors and "requests, environments [" in errors
+    assert alive_in_group(process.pid) == []

@@ -1,0 +1,116 @@
+"""Environments that raise, die and hang are started again, and not one complete step is lost."""
+
+import numpy as np
+import pytest
+import torch
+import ver_ppo
+from virtual_clock import VirtualWorkers, build, collect, learn, observation_of, reward_of
+
+from tests.test_run import REMOTE, children, logged_values, run_folders, small
+
+
+class LosingWorkers(VirtualWorkers):
+    """Now and then an environment is started again instead of answering; its steps are numbered on from the next hundred."""
+
+    def __init__(self, *args, seed, **more):
+        super().__init__(*args, **more)
+        self.rng, self.given, self.losses = np.random.default_rng(seed), [], 0
+
+    def answer(self, row):
+        step, out = self.steps_N[row], self.transfer
+        out.lost[row] = step < 0 or self.rng.random() < 0.08
+        if step >= 0 and not out.lost[row]:
+            self.given.append((row, step))
+        super().answer(row)
+        if out.lost[row] and step >= 0:
+            self.losses += 1
+            self.steps_N[row] = step // 100 * 100 + 100
+            out.first[row], out.terminated[row], out.truncated[row], out.reward[row] = True, False, False, 1e6
+            out.obs["obs"][row] = observation_of(row, self.steps_N[row])
+
+
+@pytest.mark.parametrize("sampler", ["ver", "nover", "sync"])
+@pytest.mark.parametrize("seed", range(10))
+def test_lost_steps_only(seed, sampler):
+    """Whatever is lost when: every step that was answered is learned from once, with its own reward, all invariants hold,
+    and returns before a loss go on with the value that stood in the lost record."""
+    rng = np.random.default_rng(seed)
+    durations = rng.uniform(0.2, 4.0, 64)
+    workers = LosingWorkers(
+        4,
+        lambda row, step: durations[(11 * row + step) % 64],
+        lambda row, step: [None, "terminated", "truncated"][step % 3] if step % 9 == 8 else None,
+        seed=seed,
+    )
+    policy, rollout, collector = build(workers, 4, 12, sampler=sampler)
+    options = ver_ppo.Options(num_envs=4, num_steps=12, hidden_size=8, num_minibatches=1)
+    optimizer, learned = torch.optim.Adam(policy.parameters(), lr=1e-3), []
+    for collector.version[...] in range(12):
+        collect(policy, rollout, collector)
+        ver_ppo.check_rollout(rollout)
+        learn(policy, optimizer, rollout, options)
+        for slot in np.flatnonzero(rollout.complete):
+            row, number = int(rollout.env[slot]), rollout.reward[slot] - int(rollout.env[slot])
+            step = round(float(number) * 1000)
+            assert rollout.reward[slot] == pytest.approx(reward_of(row, step))
+            learned.append((row, step))
+            check_return(rollout, slot, options)
+    assert len(set(learned)) == len(learned) == 12 * 48 and set(learned) <= set(workers.given)
+    assert len(set(workers.given) - set(learned)) <= 4, "but for what waits to be completed"
+    assert workers.losses > 20
+
+
+def check_return(rollout, slot, options):
+    """The advantage of a step before a loss: one temporal difference, to the value of the lost record."""
+    if rollout.lost[slot]:
+        following = rollout.final_value[slot].item()
+        assert following != 0
+        expected = rollout.reward[slot] + options.gamma * following - rollout.value[slot].item()
+        assert rollout.advantage[slot] == pytest.approx(expected, rel=1e-4)
+
+
+CASES = [(fault, workers, "here") for fault in ("raise", "exit", "segfault", "hang") for workers in ("2", "4")]
+CASES += [("raise", "0", "here"), ("raise", "0", "overlap"), ("exit", "2", "overlap"), ("hang", "2", "async")]
+CASES += [("segfault", "2", "two inference workers"), ("raise", "2", "async")]
+
+
+@pytest.mark.parametrize("fault, workers, where", CASES)
+def test_environments_are_started_again(tmp_path, capfd, fault, workers, where):
+    """Each environment fails at its 90th step. The run reaches its end, says what happened, and leaves nobody behind."""
+    args = small(tmp_path, "--env-id", f"tests.envs:Faulty-{fault}-v0", "--num-workers", workers, "--debug")
+    args += ["--total-timesteps", "1280", "--env-timeout", "2", "--max-worker-restarts", "1000", *REMOTE.get(where, [])]
+    assert ver_ppo.main(args) == 0
+    said = {
+        "raise": "out of paint",
+        "exit": "exit code 7",
+        "segfault": "exit code -11",
+        "hang": "no answer from environments",
+    }
+    (folder,) = run_folders(tmp_path)
+    if (workers, where) != ("0", "overlap"):  # there the collector process says it, and counts
+        assert said[fault] in capfd.readouterr().err
+        assert logged_values(folder, "time/restarts")[-1] >= 4 / max(1, int(workers)) * 2
+    assert children() == []
+
+
+def test_too_many_restarts(tmp_path, capsys):
+    """The third within an hour ends the run, with the reason; all that was learned is saved."""
+    args = small(tmp_path, "--env-id", "tests.envs:Faulty-raise-v0", "--num-workers", "2", "--max-worker-restarts", "2")
+    assert ver_ppo.main(args) == 1
+    error = capsys.readouterr().err
+    assert "out of paint" in error and "more than 2 restarts within an hour (--max-worker-restarts)" in error
+    (folder,) = run_folders(tmp_path)
+    assert ver_ppo.load_checkpoint(folder / "checkpoint.pt")["progress"]["step"] > 0
+    assert children() == []
+
+
+def test_restarts_are_forgotten(monkeypatch):
+    """Only the last hour counts."""
+    now = [0.0]
+    monkeypatch.setattr(ver_ppo.time, "perf_counter", lambda: now[0])
+    restarts = ver_ppo.Restarts(2)
+    for now[0] in (0.0, 10.0, 3605.0, 3620.0):
+        restarts.note("reason")
+    with pytest.raises(ver_ppo.EnvironmentFailure, match="more than 2"):
+        restarts.note("reason")
+    assert restarts.total == 5
