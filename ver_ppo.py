@@ -1383,7 +1383,8 @@ class Workers(ProcessGroup):
     def check(self):
         """Replace the processes that have died or hang. Raises EnvironmentFailure if that happens too often, or if an
         environment returned what is not finite."""
-        overdue_N = (self.transfer.sent_at > 0) & (time.perf_counter() - self.transfer.sent_at > self.timeout_sec)
+        sent_at_N = self.transfer.sent_at.copy()  # read once: workers set it to 0 at any time
+        overdue_N = (sent_at_N > 0) & (time.perf_counter() - sent_at_N > self.timeout_sec)
         for worker in range(self.num_workers):
             process, rows = self.processes[worker], self.rows_of(worker)
             overdue = [row for row in rows if overdue_N[row]]
