@@ -354,11 +354,9 @@ def count_cores():
 
 def choose_device(options):
     """The torch device that the options name. Raises UserError if this machine does not have it."""
-    if options.device == "auto":
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        return torch.empty(0, device=device).device  # with its number
+    name = options.device if options.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        device = torch.empty(1, device=options.device).device
+        device = torch.empty(1, device=name).device  # with its number
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"--device {options.device} cannot be used ({reason}): try --device cpu") from None
@@ -1254,7 +1252,7 @@ class ProcessGroup:
         self.poller.register(self.announced, select.POLLIN)
 
     def start(self, name, function, commands, *args):
-        """Start function(group, commands, *args) in a new process, and return that."""
+        """Start function(group, commands, *args) in a new process."""
         group = copy.copy(self)
         group.commands = []  # or the pipes would not end with this process
         args = (function, group, commands, *args)
@@ -1266,7 +1264,6 @@ class ProcessGroup:
             raise
         self.processes.append(process)
         self.poller.register(process.sentinel, select.POLLIN)
-        return process
 
     def note_error(self, number, text):
         """Called in a process: leave its last words."""
@@ -1358,10 +1355,10 @@ class Workers(ProcessGroup):
         return list(range(worker, len(self.transfer.sent_at), self.num_workers))
 
     def start_worker(self, worker, starts):
-        """Start a worker's process; returns it."""
-        rows, starts = self.rows_of(worker), {row: starts[row] for row in self.rows_of(worker)}
-        name = f"worker {worker} (environments {rows})"
-        return self.start(name, worker_process, self.inboxes[worker], rows, *self.args, starts)
+        """Start a worker's process."""
+        rows = self.rows_of(worker)
+        name, starts = f"worker {worker} (environments {rows})", {row: starts[row] for row in rows}
+        self.start(name, worker_process, self.inboxes[worker], rows, *self.args, starts)
 
     def send(self, rows):
         """Tell the workers that the actions of these rows are in place, or that their environments shall start."""
@@ -1411,7 +1408,7 @@ class Workers(ProcessGroup):
             read_numbers(self.inboxes[worker])
         owed = [row for row in rows if self.transfer.sent_at[row] > 0]
         self.start_worker(worker, {row: (int(self.transfer.episode[row]) + 2, []) for row in rows})
-        self.processes[worker] = self.processes.pop()
+        self.processes[worker] = self.processes.pop()  # the new one, in the place of the old one
         if owed:
             self.send(owed)
 
@@ -1568,9 +1565,9 @@ def await_requests(collector):
     """Wait until there are requests: dynamic batching (VER section 2.1) takes whatever has come; `sync` waits for all N.
 
     If there are fewer than --min-requests, wait for more, but only half an inference time: that long, one larger batch is
-    cheaper than two small ones. Raises EnvironmentFailure if there is none within --env-timeout, and Interrupted after
-    Ctrl-C or SIGTERM. Where several serve requests, returns after a moment even if there are none: another one may have
-    ended the rollout; and at once if the rollout is preempted. Returns the seconds it took.
+    cheaper than two small ones. Raises EnvironmentFailure if there is none within --env-timeout and a minute, and
+    Interrupted after Ctrl-C or SIGTERM. Where several serve requests, returns after a moment even if there are none: another
+    one may have ended the rollout; and at once if the rollout is preempted. Returns the seconds it took.
     """
     began = time.perf_counter()
     receive(collector, 0)
@@ -2287,7 +2284,7 @@ def run_sequences(policy, rollout, records, packed):
         return *policy.sequences(obs, batch["prev_action"], first_M, rollout.state[index_Q], batch_sizes), batch
 
 
-def update_policy(policy, optimizer, rollout, records, targets, packed, options, average=alone):
+def update_policy(policy, optimizer, rollout, records, targets, packed, options, average):
     """One optimizer step on one packed mini-batch; none if the gradient is not finite."""
     distribution, value_M, batch = run_sequences(policy, rollout, records, packed)
     index_M = torch.from_numpy(packed[0]).to(rollout.device)
