@@ -69,6 +69,7 @@ import signal
 import sys
 import time
 import traceback
+import zipfile
 from array import array
 from collections import deque
 from dataclasses import asdict, dataclass, fields, replace
@@ -275,7 +276,7 @@ def validate_options(options):
     """Raise UserError for the first option that cannot work, with the way to mend it, before anything is started."""
     o = options
     steps = f"--num-steps x --num-envs = {o.rollout_steps}"
-    at_least_one = ("total_timesteps", "num_envs", "num_steps", "num_minibatches", "update_epochs", "hidden_size",
+    at_least_one = ("total_timesteps", "num_envs", "num_steps", "num_minibatches", "update_epochs",
                     "checkpoint_interval")  # fmt: skip
     positive = ("learning_rate", "clip_coef", "max_grad_norm", "env_timeout")
     not_negative = ("seed", "eval_episodes", "max_worker_restarts", "sim_latency", "ent_coef", "vf_coef")
@@ -297,6 +298,20 @@ def validate_options(options):
             f"must be within 1..{o.num_envs}, without --num-workers",
         ),
         (1 <= o.num_inference_workers <= 64, "num_inference_workers", "must be within 1..64"),
+        (o.learner_threads == "auto" or 1 <= o.learner_threads <= 256, "learner_threads", "must be auto or within 1..256"),
+        (all(0 <= sigma < 10 for sigma in o.sim_latency_spread), "sim_latency_spread", "must be three numbers within 0..10"),
+        (o.hidden_size >= 2, "hidden_size", "must be at least 2"),
+        (o.lstm_layers in (1, 2), "lstm_layers", "must be 1 or 2"),
+        (o.camera in ("depth", "rgb"), "camera", "must be depth or rgb"),
+        (8 <= o.image_size <= 1024, "image_size", "must be within 8..1024"),
+        (
+            not o.trace or os.access(Path(o.trace).parent, os.W_OK) and not os.path.isdir(o.trace),
+            "trace",
+            "cannot be written: name a file in a folder that exists",
+        ),
+    ]
+    require(o, rules)
+    combinations = [
         (
             not o.remote or count_workers(o) <= 128,  # the fork server passes on no more than 250 file descriptors
             "envs_per_worker",
@@ -309,32 +324,27 @@ def validate_options(options):
         ),
         (not o.overlap or o.sampler != "async", "overlap", "goes with the other samplers: async always overlaps"),
         (o.sampler != "sync" or o.max_requests >= o.num_envs, "max_requests", "must be at least --num-envs with sync"),
-        (o.learner_threads == "auto" or 1 <= o.learner_threads <= 256, "learner_threads", "must be auto or within 1..256"),
         (
             1 <= o.min_requests <= min(o.max_requests, o.num_envs),
             "min_requests",
             "must be within 1..--max-requests and --num-envs",
         ),
-        (all(0 <= sigma < 10 for sigma in o.sim_latency_spread), "sim_latency_spread", "must be three numbers within 0..10"),
         (o.rollout_steps % o.num_minibatches == 0, "num_minibatches", f"must divide {steps}"),
         (o.rollout_steps <= 10**8, "num_steps", f"is absurd: {steps}"),
-        (o.lstm_layers in (1, 2), "lstm_layers", "must be 1 or 2"),
-        (o.camera in ("depth", "rgb"), "camera", "must be depth or rgb"),
-        (
-            not o.trace or os.access(Path(o.trace).parent, os.W_OK) and not os.path.isdir(o.trace),
-            "trace",
-            "cannot be written: name a file in a folder that exists",
-        ),
-        (8 <= o.image_size <= 1024, "image_size", "must be within 8..1024"),
         (not (o.checkpoint and o.resume), "checkpoint", "evaluates and --resume trains: give one of them"),
         (not o.checkpoint or o.eval_episodes, "eval_episodes", "must be at least 1 with --checkpoint"),
     ]
-    for holds, name, message in rules + o.more_rules:
-        if not holds:
-            raise UserError(f"--{name.replace('_', '-')} {getattr(o, name)}: {message}")
+    require(o, combinations + o.more_rules)
     device = choose_device(o)
     if o.bf16 and device.type != "cuda":
         raise UserError(f"--bf16 needs a CUDA device, this run uses {device}: leave it out")
+
+
+def require(options, rules):
+    """Raise UserError for the first rule (whether it holds, option, what to do) that does not hold."""
+    for holds, name, message in rules:
+        if not holds:
+            raise UserError(f"--{name.replace('_', '-')} {getattr(options, name)}: {message}")
 
 
 def count_workers(options):
@@ -1030,6 +1040,16 @@ class Rollout(Shared):
         values = [*self.obs.values(), *(v for v in vars(self).values() if isinstance(v, (torch.Tensor, np.ndarray)))]
         return [column for column in values if column.ndim]
 
+    def begin_with(self, version, columns, carried=None):
+        """Begin a rollout, collected with this version of the policy, with the records in these columns. The first `carried`
+        of them (None: all) were in flight when the rollout before ended."""
+        size = len(columns[0])
+        for new, old in zip(self.columns(), columns):
+            new[:size] = old
+        self.complete[size:], self.policy_version[...] = False, version
+        self.size[...], self.carried = size, size if carried is None else carried
+        self.num_complete[...] = np.count_nonzero(self.complete)
+
 
 class Trajectories(Rollout):
     """Pool of P trajectories for --sampler async: T + 1 slots each, T complete records and one for the bootstrap value.
@@ -1070,15 +1090,18 @@ class EnvironmentRow:
         self.env_delay = self.draw_delay(options.sim_latency_spread[1])
 
     def start(self, episode, actions):
-        """Begin `episode` and repeat these actions of it: an environment's state is its seed and its actions."""
+        """Begin `episode` and repeat these actions of it: an environment's state is its seed and its actions. The last one
+        was in flight when the run was stopped, and this is its answer."""
         self.episode = episode - 1
         self.reset()
-        self.out.lost[self.row] = True  # whatever was asked before
-        for action_A in actions:
+        lost = True  # whatever was asked before
+        for number, action_A in enumerate(actions):
             self.out.sent_at[self.row] = time.perf_counter()
             self.step(action_A)
-            if self.out.first[self.row]:  # a simulator that is not deterministic: go on from its new episode
+            lost = number + 1 < len(actions)
+            if self.out.first[self.row]:  # if lost, a simulator that is not deterministic: go on from its new episode
                 break
+        self.out.lost[self.row] = lost
 
     def reset(self):
         """The next episode, from a seed of its own."""
@@ -1112,7 +1135,7 @@ class EnvironmentRow:
         self.render()
         self.total_reward += float(reward)
         if not math.isfinite(reward):
-            raise NotFinite(f"reward is {reward}")
+            raise BadAnswer(f"reward is {reward}")
         out.reward[row], out.first[row] = reward, False
         out.terminated[row], out.truncated[row] = terminated, truncated and not terminated
         if terminated or truncated:
@@ -1124,12 +1147,19 @@ class EnvironmentRow:
             self.write("obs", observation)
 
     def write(self, field, observation):
-        """Copy an observation into the row. Raises NotFinite if it holds infinities or NaN."""
-        for key, leaf in flatten(observation).items():
-            target = self.observations[field][key]
+        """Copy an observation into the row. Raises BadAnswer if it is not one of the observation space, or not finite."""
+        leaves, targets = flatten(observation), self.observations[field]
+        if leaves.keys() != targets.keys():
+            raise BadAnswer(f"observation has {sorted(leaves)}, the observation space {sorted(targets)}")
+        for key, leaf in leaves.items():
+            target = targets[key]
+            if np.shape(leaf) != target.shape[1:]:
+                raise BadAnswer(f"observation {key!r} has shape {np.shape(leaf)}, the observation space {target.shape[1:]}")
             target[self.row] = leaf
             if target.dtype == np.float32 and not np.isfinite(target[self.row]).all():
-                raise NotFinite(f"observation {key!r} is not finite")
+                raise BadAnswer(f"observation {key!r} is not finite")
+            if target.dtype == np.int64 and int(leaf) not in self.spec.observations[key]:
+                raise BadAnswer(f"observation {key!r} is {leaf}, the observation space {self.spec.observations[key]}")
 
     def draw_delay(self, sigma):
         """Log-normal factor of mean 1."""
@@ -1151,8 +1181,8 @@ class EnvironmentRow:
         return f"{where}:\n{traceback.format_exc()}"
 
 
-class NotFinite(ValueError):
-    """An environment returned NaN or infinity: a bug that starting it again would hide."""
+class BadAnswer(ValueError):
+    """An environment returned NaN, infinity or another shape than its space: a bug that starting it again would hide."""
 
 
 ANNOUNCE_SEC = 0.002  # an answer waits at most this long for its siblings in the same worker: one write for all of them
@@ -1184,12 +1214,12 @@ def worker_process(group, commands, rows, options, split, spec, transfer, starts
     except Exception as error:
         text = environments[row].failure() if row in environments else f"environment {row}:\n{traceback.format_exc()}"
         group.note_error(row, text)
-        os._exit(EXIT_NOT_FINITE if isinstance(error, NotFinite) else 1)  # at once, whatever threads the simulator has
+        os._exit(EXIT_BAD_ANSWER if isinstance(error, BadAnswer) else 1)  # at once, whatever threads the simulator has
     for environment in environments.values():
         environment.env.close()
 
 
-EXIT_NOT_FINITE = 3
+EXIT_BAD_ANSWER = 3
 
 
 class Restarts:
@@ -1392,8 +1422,9 @@ class Workers(ProcessGroup):
                 words = [self.failure(row) for row in rows if self.error[row].any()]
                 reason = words[0] if words else f"{process.name} died with exit code {process.exitcode}"
                 if overdue:
-                    reason = f"no answer from environments {overdue} for {self.timeout_sec:.0f} s (--env-timeout)"
-                if process.exitcode == EXIT_NOT_FINITE:
+                    doing = f"{overdue} in episodes {self.transfer.episode[overdue].tolist()}"
+                    reason = f"no answer from environments {doing} for {self.timeout_sec:.0f} s (--env-timeout)"
+                if process.exitcode == EXIT_BAD_ANSWER:
                     raise EnvironmentFailure(reason)
                 self.restarts.note(reason)
                 self.replace(worker)
@@ -1435,7 +1466,7 @@ class InlineWorkers:
             self.answered.append(row)
         except Exception as error:
             reason = self.environments[row].failure()
-            if isinstance(error, NotFinite):
+            if isinstance(error, BadAnswer):
                 raise EnvironmentFailure(reason) from None
             self.restarts.note(reason)
             self.environments[row] = self.make(row)
@@ -1495,6 +1526,7 @@ class Collector(Shared):
         self.poll_sec = 1.0  # longest wait between two calls of stop.check()
         self.next_beat_sec = 0.0 if options.debug else math.inf
         self.lock, self.trace = contextlib.nullcontext(), None
+        self.rollout = None  # the buffer that this process fills; None where others do
         self.inference_sec = 1e-3  # of one batch, running mean
         self.state_N = torch.zeros(num_envs, *policy.state_shape, device=device)  # before the environment's next step
         self.prev_action_N = torch.zeros(num_envs, spec.action_numbers, dtype=action_dtype(spec), device=device)
@@ -1527,11 +1559,27 @@ class Collector(Shared):
             return {
                 "version": int(self.version),
                 "environments": self.environments(),
+                "records": self.records_to_keep(),
                 "state": self.state_N.cpu().clone(),
                 "prev_action": self.prev_action_N.cpu().clone(),
                 "torch_rng": torch.get_rng_state(),
                 "cuda_rng": torch.cuda.get_rng_state(self.state_N.device) if self.state_N.is_cuda else None,
             }
+
+    def in_flight(self):
+        """Slots of the open records that await an answer, in time order: those that are not mere bootstrap values."""
+        return np.sort(self.open_slot_N[(self.open_slot_N >= 0) & ~self.held_N])
+
+    def records_to_keep(self):
+        """The records that nothing has been learned from yet, as arguments of `Rollout.begin_with`: those in flight and, if
+        the rollout was stopped before its end, its complete ones. None where other processes fill the buffers."""
+        if self.rollout is None:
+            return None
+        slots, carried = self.in_flight(), None
+        if self.rollout.policy_version == self.version:  # nothing has been learned since it began
+            complete = np.flatnonzero(self.rollout.complete[: self.rollout.size])
+            slots, carried = np.sort(np.append(slots, complete)), self.rollout.carried
+        return [torch.as_tensor(column[slots]).cpu() for column in self.rollout.columns()], carried
 
     def skip_episodes(self):
         """Let a resumed run begin new episodes everywhere, past the one that failed, in its course or at its reset."""
@@ -1549,8 +1597,13 @@ class Collector(Shared):
         ]
 
     def restore(self, saved):
-        """Go on from a snapshot; the workers have repeated the episodes' actions."""
+        """Go on from a snapshot, in the middle of its rollout; the workers will repeat the episodes' actions."""
         self.version[...] = saved["version"]
+        if saved["records"] and (rollout := self.rollout):
+            rollout.begin_with(self.version, *saved["records"])
+            env, complete = rollout.env[: rollout.size], rollout.complete[: rollout.size]
+            self.open_slot_N[env[~complete]] = np.flatnonzero(~complete)
+            self.steps_N[:] = np.bincount(env[complete], minlength=len(self.steps_N))
         self.state_N.copy_(saved["state"])
         self.prev_action_N.copy_(saved["prev_action"])
         for row, (episode, actions) in enumerate(saved["environments"]):
@@ -1665,6 +1718,7 @@ def collect_rollout(policy, rollout, collector):
     an environment that has given T steps. Several processes may run this at once (--num-inference-workers). Raises
     EnvironmentFailure.
     """
+    collector.began[...] = collector.served_at[...] = time.perf_counter()
     while rollout.num_complete < rollout.steps and not collector.preempted:
         waiting_sec = await_requests(collector)
         began = time.perf_counter()
@@ -1790,17 +1844,12 @@ def carry_over(previous, rollout, collector):
     that was simulated is lost. Records whose action was held back are dropped: they were only bootstrap values, and their
     environments wait for inference again. `previous` may be the same buffer. Nobody else is at work between two rollouts.
     """
-    held = np.flatnonzero(collector.held_N)
+    slots, held = collector.in_flight(), np.flatnonzero(collector.held_N)
     collector.open_slot_N[held], collector.held_N[:], collector.steps_N[:] = -1, False, 0
     note_requests(collector, held)
-    slots = np.sort(collector.open_slot_N[collector.open_slot_N >= 0])
-    for old, new in zip(previous.columns(), rollout.columns()):
-        new[: len(slots)] = old[slots]
-    rollout.complete[:], rollout.num_complete[...], rollout.policy_version[...] = False, 0, collector.version
-    rollout.size[...] = rollout.carried = len(slots)
+    rollout.begin_with(collector.version, [column[slots] for column in previous.columns()])
     collector.open_slot_N[rollout.env[: len(slots)]] = np.arange(len(slots))
     collector.preempted[...] = False
-    collector.began[...] = collector.served_at[...] = time.perf_counter()
 
 
 @torch.inference_mode()
@@ -1922,7 +1971,7 @@ class InferenceWorkers(ProcessGroup):
         self.policy, self.collector, self.num_workers = policy, collector, options.num_inference_workers
         weights = nn.utils.parameters_to_vector(policy.parameters()).detach()
         self.weights = torch.stack([weights, weights]).share_memory_()
-        collector.lock = SharedLock(self.context.Lock())
+        collector.lock = SharedLock(self.context)
         commands, command = self.context.Pipe(duplex=False)  # one for all: whoever is free reads the next command
         self.commands = [command]
         for worker in range(self.num_workers):
@@ -1968,17 +2017,25 @@ class InferenceWorkers(ProcessGroup):
 
 
 class SharedLock:
-    """A lock between processes that is held for moments. Raises EnvironmentFailure where the holder must have died."""
+    """A lock between processes that is held for moments: whoever has read the one byte in a pipe holds it. Unlike a named
+    semaphore it leaves nothing behind, however the processes end. Raises EnvironmentFailure where the holder must have died.
+    """
 
-    def __init__(self, lock):
-        self.lock = lock
+    def __init__(self, context):
+        self.reader, self.writer = context.Pipe(duplex=False)
+        os.set_blocking(self.reader.fileno(), False)
+        self.__exit__()
 
     def __enter__(self):
-        if not self.lock.acquire(timeout=30):
-            raise EnvironmentFailure("an inference worker has died in the middle of its work")
+        while True:
+            try:
+                return os.read(self.reader.fileno(), 1)
+            except BlockingIOError:
+                if not self.reader.poll(30):
+                    raise EnvironmentFailure("an inference worker has died in the middle of its work") from None
 
     def __exit__(self, *_):
-        self.lock.release()
+        os.write(self.writer.fileno(), b"x")
 
 
 class EndOfPipe:
@@ -2026,14 +2083,15 @@ def inference_process(group, commands, worker, weights, rollouts, collector, spe
 
 def inline_rollouts(policy, rollouts, collector):
     """This process is inference worker and learner by turns (VER appendix A.1): yields rollouts and their records."""
-    previous = rollouts[-1]
-    for rollout in itertools.cycle(rollouts):
+    buffers = itertools.cycle([*rollouts[1:], rollouts[0]])
+    while True:
         torch.set_num_threads(1)  # the workers want the cores now
         collector.workers.check()  # `receive` asks for answers first
-        carry_over(previous, rollout, collector)
+        rollout = collector.rollout
         collect_rollout(policy, rollout, collector)
         yield rollout, np.arange(rollout.size)
-        previous = rollout
+        collector.rollout = next(buffers)
+        carry_over(rollout, collector.rollout, collector)
 
 
 def remote_rollouts(inference, rollouts, overlap):
@@ -2310,7 +2368,7 @@ def update_policy(policy, optimizer, rollout, records, targets, packed, options,
 # Run folder, logging, checkpoints, evaluation
 # ----------------------------------------------------------------------------------------------------------------------
 
-CHECKPOINT_FORMAT = 2
+CHECKPOINT_FORMAT = 3
 
 
 def save_checkpoint(path, policy, optimizer, snapshots, options, progress):
@@ -2342,13 +2400,21 @@ def save_checkpoint(path, policy, optimizer, snapshots, options, progress):
 def load_checkpoint(path):
     """A checkpoint's content, on the CPU. Raises UserError for anything but a checkpoint of this program."""
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()  # torch.load does not look at the checksums
+        content = None if damaged else torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise UserError(f"there is no checkpoint {path}") from None
     except Exception as error:  # whatever a damaged or hostile file makes of the loader
         raise UserError(f"{path} is not a checkpoint that can be read ({type(error).__name__})") from None
-    if not isinstance(content, dict) or content.get("format") != CHECKPOINT_FORMAT:
-        raise UserError(f"{path} is not a checkpoint of this program (format {CHECKPOINT_FORMAT})")
+    if damaged:
+        raise UserError(f"{path} is damaged: the checksum of {damaged} is wrong")
+    kinds = {"format": int, "options": dict, "policy": dict, "optimizer": dict, "progress": dict, "collectors": list}
+    if not isinstance(content, dict) or not all(isinstance(content.get(name), kind) for name, kind in kinds.items()):
+        raise UserError(f"{path} is not a checkpoint of this program")
+    if content["format"] != CHECKPOINT_FORMAT:
+        other = f"was written by another version (format {content['format']} instead of {CHECKPOINT_FORMAT})"
+        raise UserError(f"{path} {other}: go on with that version, or start anew")
     return content
 
 
@@ -2366,6 +2432,8 @@ def load_run(policy, optimizer, options, rank=0, num_ranks=1):
         raise UserError(f"the run to resume has {ranks} ranks, this one {num_ranks}: give torchrun --nproc-per-node {ranks}")
     snapshot = saved["collectors"][rank]
     snapshot["environments"] = [(episode, actions.numpy()) for episode, actions in snapshot["environments"]]
+    if (saved["options"]["num_steps"], saved["options"]["sampler"]) != (options.num_steps, options.sampler):
+        snapshot["records"] = None  # a rollout is made differently now
     if len(snapshot["environments"]) != options.num_envs:
         raise UserError(f"--num-envs {options.num_envs}: the run to resume has {len(snapshot['environments'])}")
     return saved["progress"], snapshot
@@ -2404,6 +2472,7 @@ class Run:
         self.bar = tqdm(total=total, initial=self.step, unit=" steps", dynamic_ncols=True, smoothing=0.1)
         self.began, self.first_step, self.saved_step = time.perf_counter(), self.step, self.step
         self.learning_sec = {}  # of the last two updates with so many threads
+        self.unsaved = None  # why the last checkpoint could not be written
 
     def introduce(self, policy, options, num_ranks=1):
         """Say what is trained, and where."""
@@ -2418,10 +2487,12 @@ class Run:
         self.bar.write(text)
 
     def finish(self, policy, spec, options):
-        """Evaluate what was learned."""
+        """Evaluate what was learned. Raises OSError if it could not be saved."""
         self.bar.close()
         if options.eval_episodes:
             self.write_scalars(report_evaluation(policy, spec, options, self.folder), self.step)
+        if self.unsaved:
+            raise OSError(f"the last checkpoint could not be written: {self.unsaved}")
 
     def close(self):
         """End the progress bar's line and write the last events."""
@@ -2436,11 +2507,12 @@ class Run:
 
     def write(self, policy, optimizer, snapshots, options):
         """Write the checkpoint, with the snapshots of all ranks."""
-        progress = {"step": self.step, "recent": list(self.recent)}
+        progress, self.unsaved = {"step": self.step, "recent": list(self.recent)}, None
         try:
             save_checkpoint(self.folder / "checkpoint.pt", policy, optimizer, snapshots, options, progress)
         except (OSError, RuntimeError) as error:  # torch.save raises either when a disk is full
-            self.say(f"checkpoint of step {self.step} not written, the one before stays: {str(error).splitlines()[0][:200]}")
+            self.unsaved = str(error).splitlines()[0][:200]
+            self.say(f"checkpoint of step {self.step} not written, the one before stays: {self.unsaved}")
         self.saved_step = self.step
 
     def write_scalars(self, scalars, step):
@@ -2697,6 +2769,8 @@ def allocate(policy, spec, options, device):
     if options.remote:
         for buffers in (transfer, collector, *rollouts):
             buffers.share()
+    else:
+        collector.rollout = rollouts[0]
     return collector, rollouts
 
 
@@ -2740,7 +2814,9 @@ def run_updates(run, policy, optimizer, collector, rollouts, spec, options, snap
                             run.save(policy, optimizer, collector, options)
                     collector.stop.check()
                     run.save(policy, optimizer, collector, options)
-                except (Interrupted, FloatingPointError):  # at once: who sent the signal may be impatient
+                except (Interrupted, FloatingPointError) as error:  # at once: who sent the signal may be impatient
+                    if isinstance(error, FloatingPointError):
+                        collector.rollout = None  # a part of it has been learned from: go on without it
                     run.give_up(policy, optimizer, collector, options)
                     raise
         except EnvironmentFailure:  # when all processes have ended: one that died may have held the lock
@@ -2807,7 +2883,7 @@ def main(argv=None, kind=Options, train=train):
     except UserError as error:
         print(f"{program}: {error}", file=sys.stderr)
         return 2
-    except (EnvironmentFailure, FloatingPointError) as error:
+    except (EnvironmentFailure, FloatingPointError, OSError) as error:
         print(f"{program}: {error}", file=sys.stderr)
         return 1
     except (MemoryError, torch.OutOfMemoryError) as error:

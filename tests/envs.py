@@ -1,9 +1,5 @@
 """Small environments for the tests. Importing registers them: `tests.envs:Cue-v0` and so on."""
 
-import os
-import signal
-import time
-
 import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
@@ -90,32 +86,6 @@ class Continuous(Count):
         return self.advance(float(action[0, 0]) / 4)
 
 
-class Faulty(Count):
-    """Misbehaves at its 90th step of life in the way that `fault` names."""
-
-    def __init__(self, fault="raise", render_mode=None):
-        super().__init__(limit=20)
-        self.fault, self.life = fault, 0
-
-    def step(self, action):
-        self.life += 1
-        observation, reward, *rest = super().step(action)
-        if self.life == 90:
-            if self.fault == "raise":
-                raise RuntimeError("the simulator is out of paint")
-            if self.fault == "exit":
-                os._exit(7)
-            if self.fault == "segfault":
-                os.kill(os.getpid(), signal.SIGSEGV)
-            if self.fault == "hang":
-                time.sleep(3600)
-            if self.fault == "observation":
-                observation = observation * np.nan
-            if self.fault == "reward":
-                reward = np.inf
-        return observation, reward, *rest
-
-
 class TextObservation(Count):
     """An observation space that is not supported."""
 
@@ -128,23 +98,7 @@ class TupleAction(Count):
     action_space = spaces.Tuple([spaces.Discrete(2), spaces.Discrete(2)])
 
 
-class Broken(Count):
-    """Cannot even be made."""
-
-    def __init__(self, render_mode=None):
-        raise RuntimeError("no licence")
-
-
-class Late(Count):
-    """Can be made but not reset."""
-
-    def reset(self, *, seed=None, options=None):
-        raise RuntimeError("no licence")
-
-
-for name in ("Late", "Cue", "Count", "Everything", "Continuous", "Faulty", "TextObservation", "TupleAction", "Broken"):
+for name in ("Cue", "Count", "Everything", "Continuous", "TextObservation", "TupleAction"):
     gym.register(f"{name}-v0", f"{__name__}:{name}")
 gym.register("Scenes-v0", f"{__name__}:Count", kwargs={"limit": 150})
 gym.register("Autoreset-v0", lambda **kwargs: gym.wrappers.Autoreset(Count(**kwargs)))
-for fault in ("raise", "exit", "segfault", "hang", "observation", "reward"):
-    gym.register(f"Faulty-{fault}-v0", f"{__name__}:Faulty", kwargs={"fault": fault})

@@ -24,7 +24,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from virtual_clock import SPEC, VirtualWorkers, build, collect
 
 from tests.benchmarks import scaling
-from tests.test_run import differences, run_folders, small
+from tests.test_run import alive_in_group, differences, run_folders, small, wait_until
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -391,13 +391,6 @@ def test_different_weights_are_noticed(tmp_path):
     assert not (folder / "checkpoint.pt").exists()
 
 
-def wait_for(condition, seconds=60):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
 SLOW = ["--env-id", "tests.envs:Count-v0", "--sim-latency", "10", "--num-workers", "2", "--checkpoint-interval", "128"]
 
 
@@ -405,7 +398,7 @@ SLOW = ["--env-id", "tests.envs:Count-v0", "--sim-latency", "10", "--num-workers
 def test_dead_rank_ends_the_others(tmp_path, how):
     """A rank that is killed or stands still: the others end within --rank-timeout, with a message and their workers."""
     processes = start_ranks(3, lambda rank: small(tmp_path, *SLOW, "--rank-timeout", "12"))
-    wait_for(lambda: list(tmp_path.glob("*/checkpoint.pt")))
+    wait_until(lambda: list(tmp_path.glob("*/checkpoint.pt")))
     os.killpg(processes[1].pid, signal.SIGKILL if how == "killed" else signal.SIGSTOP)
     began = time.monotonic()
     for process in (processes[0], processes[2]):
@@ -416,19 +409,17 @@ def test_dead_rank_ends_the_others(tmp_path, how):
     assert time.monotonic() - began < 30
     os.killpg(processes[1].pid, signal.SIGKILL)
     outputs(processes)
-    wait_for(lambda: not any(alive(process.pid) for process in processes), 15)
+    wait_until(lambda: not any(alive(process.pid) for process in processes), 15)
 
 
 def alive(group):
-    from tests.test_run import alive_in_group
-
     return alive_in_group(group)
 
 
 def test_all_end_together(tmp_path):
     """A signal to one rank stops all, with a checkpoint of all; the run then goes on where it was."""
     processes = start_ranks(2, lambda rank: small(tmp_path, *SLOW, "--total-timesteps", "100000"))
-    wait_for(lambda: list(tmp_path.glob("*/checkpoint.pt")))
+    wait_until(lambda: list(tmp_path.glob("*/checkpoint.pt")))
     processes[1].send_signal(signal.SIGTERM)
     texts = outputs(processes)
     assert [process.returncode for process in processes] == [143, 143], texts
@@ -478,13 +469,14 @@ def test_resume_is_going_on(tmp_path):
 
 @pytest.mark.parametrize("workers", ["0", "2"])
 @pytest.mark.parametrize(
-    "env, words, learned", [("Faulty-raise-v0", "out of paint", True), ("Late-v0", "no licence", False)]
+    "env, words, learned",
+    [("faulty_envs:Faulty-raise-v0", "out of paint", True), ("faulty_envs:Late-v0", "no licence", False)],
 )
 def test_failing_environment_of_one_rank(tmp_path, workers, env, words, learned):
     """An environment that raises in one rank, in a step or at the first reset: all end with status 1, the message names the
     rank, all is saved."""
     args = ["--total-timesteps", "100000", "--num-workers", workers]
-    processes = start_ranks(2, lambda rank: small(tmp_path, "--env-id", f"tests.envs:{env if rank else 'Count-v0'}", *args))
+    processes = start_ranks(2, lambda rank: small(tmp_path, "--env-id", f"tests.{env if rank else 'envs:Count-v0'}", *args))
     texts = outputs(processes)
     assert [process.returncode for process in processes] == [1, 1], texts
     assert "rank 1: " in texts[0] and words in texts[0] and texts[1] == "", texts
@@ -541,7 +533,7 @@ def test_torchrun_starts_again(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]
     command += ["--master-port", str(free_port()), "ver_multigpu.py", *small(tmp_path, *SLOW), "--total-timesteps", "1500"]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    wait_for(lambda: list(tmp_path.glob("*/checkpoint.pt")))
+    wait_until(lambda: list(tmp_path.glob("*/checkpoint.pt")))
     os.kill(ranks_of(process)[-1], signal.SIGKILL)
     (text,) = outputs([process], timeout=120)
     assert process.returncode == 0, text
@@ -557,10 +549,10 @@ def test_ranks_do_not_outlive_torchrun(tmp_path):
     process = subprocess.Popen(
         [*command, "ver_multigpu.py", *small(tmp_path, *SLOW)], cwd=ROOT, stderr=subprocess.PIPE, text=True
     )
-    wait_for(lambda: list(tmp_path.glob("*/checkpoint.pt")))
+    wait_until(lambda: list(tmp_path.glob("*/checkpoint.pt")))
     groups = ranks_of(process)
     process.kill()
-    wait_for(lambda: not any(alive(group) for group in groups), 30)
+    wait_until(lambda: not any(alive(group) for group in groups), 30)
     assert len(groups) == 2 and "has died" in process.communicate(timeout=10)[1]
 
 

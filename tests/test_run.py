@@ -89,6 +89,19 @@ def alive_in_group(group):
     return alive
 
 
+def wait_until(condition, seconds=60):
+    """Until this function returns something true. Machines that run tests are slow now and then."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.05)
+
+
+def is_collecting(process):
+    """Whether this run's processes are there: itself, fork server, resource tracker, two workers."""
+    return len(alive_in_group(process.pid)) >= 5
+
+
 @pytest.mark.parametrize("env_id", ["pointnav", "tests.envs:Everything-v0", "tests.envs:Continuous-v0", "CartPole-v1"])
 def test_train(tmp_path, env_id):
     """Work happens: weights move, rollouts hold their invariants, TensorBoard and options are written."""
@@ -177,26 +190,27 @@ def test_same_seed_same_run(tmp_path, env_id):
 
 
 @pytest.mark.parametrize("env_id", ["pointnav", "Pendulum-v1", "tests.envs:Count-v0"])
-def test_resume_is_going_on(tmp_path, env_id):
-    """A run that was interrupted and resumed equals one that was not, in the middle of episodes too."""
+@pytest.mark.parametrize("function, times, step", [("learn", 5, 320), ("infer", 90, 256), ("infer", 3, 0)])
+def test_resume_is_going_on(tmp_path, env_id, function, times, step):
+    """A run that was interrupted and resumed equals one that was not, in the middle of episodes and of rollouts too."""
     args = small(tmp_path / "whole", "--env-id", env_id, "--num-workers", "0", "--total-timesteps", "640")
     assert ver_ppo.main(args) == 0
     (whole,) = run_folders(tmp_path / "whole")
 
-    calls, learn = [], ver_ppo.learn
+    calls, original = [], getattr(ver_ppo, function)
 
     def interrupted(*args):
         calls.append(1)
-        if len(calls) == 5:
+        if len(calls) == times:
             os.kill(os.getpid(), signal.SIGTERM)
-        return learn(*args)
+        return original(*args)
 
-    args = small(tmp_path / "parts", "--env-id", env_id, "--num-workers", "0", "--total-timesteps", "640")
+    args = small(tmp_path / "parts", "--env-id", env_id, "--num-workers", "0", "--total-timesteps", "640", "--debug")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ver_ppo, "learn", interrupted)
+        patch.setattr(ver_ppo, function, interrupted)
         assert ver_ppo.main(args) == 128 + signal.SIGTERM
     (parts,) = run_folders(tmp_path / "parts")
-    assert ver_ppo.load_checkpoint(parts / "checkpoint.pt")["progress"]["step"] == 320
+    assert ver_ppo.load_checkpoint(parts / "checkpoint.pt")["progress"]["step"] - step in (0, 64)
     assert ver_ppo.main(["--resume", str(parts)]) == 0
     assert run_folders(tmp_path / "parts") == [parts]
     one, two = (ver_ppo.load_checkpoint(folder / "checkpoint.pt") for folder in (whole, parts))
@@ -255,7 +269,7 @@ def test_evaluation_plays_a_fixed_list(tmp_path):
 BAD_INPUT = {
     "unknown id": (["--env-id", "NoSuch-v0"], "NoSuch"),
     "unknown module": (["--env-id", "no_such_module:Env-v0"], "no_such_module"),
-    "cannot be made": (["--env-id", "tests.envs:Broken-v0"], "no licence"),
+    "cannot be made": (["--env-id", "tests.faulty_envs:Broken-v0"], "no licence"),
     "observation space": (["--env-id", "tests.envs:TextObservation-v0"], "speech"),
     "action space": (["--env-id", "tests.envs:TupleAction-v0"], "Tuple"),
     "indivisible": (["--num-minibatches", "7"], "must divide"),
@@ -348,7 +362,7 @@ CASES += [("raise", "2", "two inference workers")]
 def test_environment_fails(tmp_path, capsys, fault, workers, where):
     """The traceback, the environment's number and its step; exit status 1; the checkpoint so far stays; nobody is left."""
     args = small(
-        tmp_path, "--env-id", f"tests.envs:Faulty-{fault}-v0", "--num-workers", workers, "--checkpoint-interval", "64"
+        tmp_path, "--env-id", f"tests.faulty_envs:Faulty-{fault}-v0", "--num-workers", workers, "--checkpoint-interval", "64"
     ) + [*REMOTE.get(where, []), "--max-worker-restarts", "0"]
     assert ver_ppo.main(args) == 1
     error = capsys.readouterr().err
@@ -361,7 +375,7 @@ def test_environment_fails(tmp_path, capsys, fault, workers, where):
 @pytest.mark.parametrize("workers, where", [("1", "here"), ("2", "here"), ("1", "overlap"), ("2", "async")])
 def test_worker_dies(tmp_path, capsys, workers, where):
     """A worker that exits is reported with its environments and exit code, the last one as any other."""
-    args = small(tmp_path, "--env-id", "tests.envs:Faulty-exit-v0", "--num-workers", workers, *REMOTE.get(where, []))
+    args = small(tmp_path, "--env-id", "tests.faulty_envs:Faulty-exit-v0", "--num-workers", workers, *REMOTE.get(where, []))
     args += ["--max-worker-restarts", "0"]
     assert ver_ppo.main(args) == 1
     error = capsys.readouterr().err
@@ -373,7 +387,7 @@ def test_worker_dies(tmp_path, capsys, workers, where):
 @pytest.mark.parametrize("where", ["here", *REMOTE])
 def test_environment_hangs(tmp_path, capsys, where):
     """No answer within --env-timeout ends the run, and the hanging process with it."""
-    args = small(tmp_path, "--env-id", "tests.envs:Faulty-hang-v0", "--num-workers", "2", "--env-timeout", "2")
+    args = small(tmp_path, "--env-id", "tests.faulty_envs:Faulty-hang-v0", "--num-workers", "2", "--env-timeout", "2")
     args += [*REMOTE.get(where, []), "--max-worker-restarts", "0"]
     began = time.monotonic()
     assert ver_ppo.main(args) == 1
@@ -393,23 +407,21 @@ def test_signals(tmp_path, number, latency_ms, where):
     """Ctrl-C and SIGTERM: a checkpoint within seconds, the message how to go on, exit status 130 or 143, nobody left."""
     shared_before = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
     command = [sys.executable, "ver_ppo.py", *small(tmp_path, "--num-workers", "2", "--image-size", "16")]
-    command += ["--sim-latency", latency_ms, *REMOTE.get(where, [])]
-    command += ["--env-id", "tests.envs:Faulty-hang-v0"] if where == "hanging environments" else []
+    command += ["--sim-latency", latency_ms, "--checkpoint-interval", "1", *REMOTE.get(where, [])]
+    command += ["--env-id", "tests.faulty_envs:Faulty-hang-v0"] if where == "hanging environments" else []
     process = subprocess.Popen(
         command, cwd=ROOT, stderr=subprocess.STDOUT, stdout=subprocess.PIPE, text=True, start_new_session=True
     )
-    deadline = time.monotonic() + 60
-    while not any(tmp_path.glob("*/events*")) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    time.sleep(5)
+    wait_until(lambda: is_collecting(process) and (latency_ms != "0" or any(tmp_path.glob("*/checkpoint.pt"))))
+    if where == "hanging environments":
+        time.sleep(3)
     os.killpg(process.pid, number)  # as a terminal does: to the whole group
     errors, _ = process.communicate(timeout=20)
     assert process.returncode == 128 + number, errors
     assert "stopped at step" in errors and "--resume" in errors and "Traceback" not in errors
     (folder,) = run_folders(tmp_path)
     assert ver_ppo.load_checkpoint(folder / "checkpoint.pt")["progress"]["step"] > 0 or latency_ms != "0"
-    time.sleep(1.0)
-    assert alive_in_group(process.pid) == []
+    wait_until(lambda: alive_in_group(process.pid) == [], 10)
     if shared_before:
         assert {name for name in os.listdir("/dev/shm") if "torch" in name} <= shared_before
 
@@ -418,18 +430,14 @@ def test_signals(tmp_path, number, latency_ms, where):
 def test_killed_main_process_takes_its_workers_along(tmp_path, where):
     """After SIGKILL the workers see the end of their command pipe and leave by themselves."""
     command = [sys.executable, "ver_ppo.py", *small(tmp_path, "--num-workers", "2", "--image-size", "16")]
-    command += REMOTE.get(where, [])
+    command += ["--checkpoint-interval", "1", *REMOTE.get(where, [])]
     process = subprocess.Popen(
         command, cwd=ROOT, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True
     )
-    time.sleep(10)
+    wait_until(lambda: is_collecting(process) and any(tmp_path.glob("*/checkpoint.pt")))
     process.kill()
     process.wait()
-    assert len(alive_in_group(process.pid)) >= 2  # the workers, at this moment
-    deadline = time.monotonic() + 5
-    while alive_in_group(process.pid) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert alive_in_group(process.pid) == []
+    wait_until(lambda: alive_in_group(process.pid) == [], 5)
 
 
 def test_memory_is_flat(tmp_path):
@@ -526,21 +534,16 @@ def test_checkpoint_on_demand(tmp_path, where):
     ]
     command += ["--sim-latency", "5", *REMOTE.get(where, [])]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True)
-    deadline = time.monotonic() + 60
-    while not any(tmp_path.glob("*/events*")) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    time.sleep(5)
+    wait_until(lambda: is_collecting(process))
     steps = []
     for _ in range(2):
-        before = time.time()
         os.killpg(process.pid, signal.SIGUSR1)
-        while not any(path.stat().st_mtime > before for path in tmp_path.glob("*/checkpoint.pt")):
-            assert process.poll() is None and time.monotonic() < deadline, process.stderr.read()
-            time.sleep(0.1)
-        time.sleep(0.5)
-        steps.append(ver_ppo.load_checkpoint(next(tmp_path.glob("*/checkpoint.pt")))["progress"]["step"])
+        wait_until(lambda: any(tmp_path.glob("*/checkpoint.pt")))
+        (checkpoint,) = tmp_path.glob("*/checkpoint.pt")
+        steps.append(ver_ppo.load_checkpoint(checkpoint)["progress"]["step"])
+        checkpoint.unlink()
     process.send_signal(signal.SIGTERM)
     errors = process.communicate(timeout=20)[1]
     assert process.returncode == 143 and 0 < steps[0] < steps[1]
     assert "collecting: " in errors and "requests, environments [" in errors
-    assert alive_in_group(process.pid) == []
+    wait_until(lambda: alive_in_group(process.pid) == [], 5)

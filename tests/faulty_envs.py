@@ -1,0 +1,128 @@
+"""Environments that misbehave, for the tests. Importing registers them: `tests.faulty_envs:Faulty-raise-v0` and so on."""
+
+import os
+import random
+import resource
+import signal
+import time
+from array import array
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+
+from tests.envs import Count
+
+
+def leak():
+    """Take memory until the limit of this process, which is near."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**28, resource.RLIM_INFINITY))
+    hoard = []
+    while True:
+        hoard.append(bytearray(2**20))
+
+
+def out_of_paint():
+    """A simulator's own exception."""
+    raise RuntimeError("the simulator is out of paint")
+
+
+DEADLY = {  # what can happen instead of an answer
+    "raise": out_of_paint,
+    "exit": lambda: os._exit(7),
+    "segfault": lambda: os.kill(os.getpid(), signal.SIGSEGV),
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "leak": leak,
+}
+RUBBISH = {  # what an answer can be instead: (observation, reward) made of the right ones
+    "observation": lambda observation, reward: (observation * np.nan, reward),
+    "reward": lambda observation, reward: (observation, np.inf),
+    "shape": lambda observation, reward: (observation[:1], reward),
+    "keys": lambda observation, reward: ({"another": observation}, reward),
+    "none": lambda observation, reward: (observation, None),
+}
+
+
+class Faulty(Count):
+    """Misbehaves at its 90th step of life in the way that `fault` names."""
+
+    def __init__(self, fault, render_mode=None):
+        super().__init__(limit=20)
+        self.fault, self.life = fault, 0
+
+    def step(self, action):
+        self.life += 1
+        observation, reward, *rest = super().step(action)
+        if self.life == 90:
+            if self.fault == "hang":
+                time.sleep(3600)
+            DEADLY.get(self.fault, lambda: None)()
+            observation, reward = RUBBISH.get(self.fault, lambda *answer: answer)(observation, reward)
+        return observation, reward, *rest
+
+
+class Broken(Count):
+    """Cannot even be made."""
+
+    def __init__(self, render_mode=None):
+        raise RuntimeError("no licence")
+
+
+class Late(Count):
+    """Can be made but not reset."""
+
+    def reset(self, *, seed=None, options=None):
+        raise RuntimeError("no licence")
+
+
+class Numbered(gym.Wrapper):
+    """CartPole that takes 1 to 20 ms a step, dies and hangs at random, and keeps a book of every step it is asked for.
+
+    A step's number is (seed of the episode, step in the episode); it stands in the observation too, as floats so small that
+    no network sees them. The book of each life is a file in the folder $NUMBERED_BOOKS. Deaths and hangs come every
+    $NUMBERED_DEATH_SEC and $NUMBERED_HANG_SEC seconds on average.
+    """
+
+    def __init__(self, render_mode=None):
+        super().__init__(gym.make("CartPole-v1"))
+        number = gym.spaces.Box(-np.inf, np.inf, (3,), np.float32)
+        self.observation_space = gym.spaces.Dict({"task": self.env.observation_space, "number": number})
+        self.book, self.random = None, random.Random()
+        mean_sec = {name: float(os.environ[f"NUMBERED_{name}_SEC"]) for name in ("DEATH", "HANG")}
+        self.until = {name: time.monotonic() + self.random.expovariate(1 / sec) for name, sec in mean_sec.items()}
+
+    def reset(self, *, seed=None, options=None):
+        observation, info = self.env.reset(seed=seed)
+        self.seed, self.steps = seed, 0
+        return self.numbered(observation), info
+
+    def numbered(self, observation):
+        number = np.array([self.seed >> 16, self.seed & 0xFFFF, self.steps], np.int32).view(np.float32)
+        return {"task": observation, "number": number}
+
+    def step(self, action):
+        if self.book is None:
+            path = Path(os.environ["NUMBERED_BOOKS"]) / f"{os.getpid()}-{time.time_ns()}-{id(self)}"
+            self.book = open(path, "ab", buffering=0)
+        self.book.write(array("I", [self.seed, self.steps]))
+        time.sleep(0.001 * self.random.choice([1, 1, 2, 5, 20]))
+        if time.monotonic() > self.until["DEATH"]:
+            DEADLY[self.random.choice(["raise", "exit", "segfault", "kill"])]()
+        if time.monotonic() > self.until["HANG"]:
+            time.sleep(3600)
+        self.steps += 1
+        observation, *rest = self.env.step(action)
+        return self.numbered(observation), *rest
+
+
+def number_of(number_B3):
+    """The numbers in a batch of observations, as tuples (seed, step)."""
+    high, low, steps = np.ascontiguousarray(number_B3).view(np.int32).T.tolist()
+    return [((a << 16) + b, step) for a, b, step in zip(high, low, steps)]
+
+
+for name in ("Broken", "Late", "Numbered"):
+    gym.register(f"{name}-v0", f"{__name__}:{name}")
+for fault in ("hang", *DEADLY, *RUBBISH):
+    gym.register(f"Faulty-{fault}-v0", f"{__name__}:Faulty", kwargs={"fault": fault})
