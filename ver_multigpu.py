@@ -72,6 +72,10 @@ class Options(ver_ppo.Options):
         return int(os.environ.get("RANK", 0)) * self.num_envs
 
     @property
+    def all_envs(self):
+        return int(os.environ.get("WORLD_SIZE", 1)) * self.num_envs
+
+    @property
     def num_buffers(self):
         return 1 if self.preemption == "none" and not self.overlap else 2  # the steps to fill up with are in the other one
 

@@ -96,7 +96,14 @@ class Options:
     """Train a recurrent policy with Variable Experience Rollout (VER) and PPO."""
 
     env_id: str = "pointnav"
-    """`pointnav` (built in) or any Gymnasium id: `CartPole-v1`, `package.module:Id-v0`"""
+    """`pointnav`, `flee` or `explore`; any Gymnasium id: `CartPole-v1`, `package.module:Id-v0`; any habitat-lab YAML:
+    `benchmark/nav/objectnav/objectnav_mp3d.yaml`, or a path"""
+    simulator: Literal["auto", "builtin", "habitat"] = "auto"
+    """of pointnav, flee and explore; auto: Habitat where it is installed and has the data set, else the built-in one"""
+    habitat_overrides: tuple[str, ...] = ()
+    """changes of the habitat-lab configuration: `habitat.environment.max_episode_steps=300 ...`"""
+    check_habitat: bool = False
+    """say what Habitat needs and what is missing, make one environment and step it; nothing else"""
     exp_name: str = "ver"
     """part of the run folder's name: {runs-dir}/{env-id}__{exp-name}__{seed}__{time}"""
     seed: int = 1
@@ -106,10 +113,12 @@ class Options:
     device: str = "auto"
     """`cpu`, `cuda`, `cuda:1`, ...; auto: CUDA where there is a GPU"""
 
+    action_delay: bool = False
+    """pi(a_t | s_t-1): environments act by the last observation but one, so that they simulate while the policy computes"""
     camera: str = "depth"
-    """pointnav: `depth` or `rgb`"""
+    """pointnav, flee, explore: `depth` or `rgb`"""
     image_size: int = 64
-    """pointnav: height and width of the camera image in pixels"""
+    """pointnav, flee, explore: height and width of the camera image in pixels"""
     num_envs: int = 16
     """N, environments that run in parallel"""
     num_workers: int | Literal["auto"] = "auto"
@@ -169,12 +178,19 @@ class Options:
     max_grad_norm: float = 0.5
     """gradients are scaled down to this norm"""
 
+    encoder: Literal["cnn", "resnet18", "resnet50", "se_resnext50", "se_resnext101", "none"] = "cnn"
+    """of images: a small CNN; VER's resnet18; DD-PPO's resnet50, se_resnext50 and se_resnext101 (all of half the usual
+    width); none: blind"""
     recurrent: bool = True
     """LSTM, or a feed-forward layer in its place"""
     hidden_size: int = 128
     """H, width of LSTM and encoders"""
     lstm_layers: int = 1
     """L, 1 or 2"""
+    predict_std: bool = False
+    """continuous actions: the standard deviation depends on the state; else each action number has one"""
+    cpc: bool = False
+    """auxiliary loss CPC|A: the memory must predict what will be seen after the next actions"""
     bf16: bool = False
     """bfloat16 autocast, CUDA only"""
 
@@ -186,6 +202,12 @@ class Options:
     """run folder to continue; its options hold, except those given here"""
     checkpoint: str | None = None
     """checkpoint file to evaluate, instead of training"""
+    init_from: str | None = None
+    """checkpoint file whose weights a new run starts from, as far as they fit"""
+    freeze_encoder: bool = False
+    """with --init-from: the image encoders do not learn"""
+    reset_critic: bool = False
+    """with --init-from: all but the critic, which starts anew"""
     eval_episodes: int = 200
     """episodes of the evaluation (0: none)"""
     greedy: bool = False
@@ -206,6 +228,11 @@ class Options:
     def first_env(self):
         """Number of this process's first environment among those of all ranks (ver_multigpu.py)."""
         return 0
+
+    @property
+    def all_envs(self):
+        """Environments of all ranks."""
+        return self.num_envs
 
     @property
     def num_buffers(self):
@@ -332,6 +359,13 @@ def validate_options(options):
         (o.rollout_steps % o.num_minibatches == 0, "num_minibatches", f"must divide {steps}"),
         (o.rollout_steps <= 10**8, "num_steps", f"is absurd: {steps}"),
         (not (o.checkpoint and o.resume), "checkpoint", "evaluates and --resume trains: give one of them"),
+        (not o.freeze_encoder or o.init_from, "freeze_encoder", "needs trained encoders: give --init-from"),
+        (not o.reset_critic or o.init_from, "reset_critic", "needs --init-from"),
+        (
+            not o.habitat_overrides or o.env_id.endswith(".yaml") or o.simulator != "builtin",
+            "habitat_overrides",
+            "goes with --simulator habitat or a habitat-lab YAML",
+        ),
         (not o.checkpoint or o.eval_episodes, "eval_episodes", "must be at least 1 with --checkpoint"),
     ]
     require(o, combinations + o.more_rules)
@@ -514,9 +548,8 @@ class PointNav(gym.Env):
         while not 1.0 <= self.geodesic < np.inf:
             points_P2 = rng.uniform(0, self.plan.size, (64, 2))
             self.position, self.goal = points_P2[self.plan.is_free(points_P2, 0.02)][:2]
-            self.waypoints_C2 = np.vstack([self.plan.corners_C2, self.goal])
-            self.beyond_C = np.append((self.plan.straight(self.goal) + self.plan.distance_CC).min(axis=1), 0.0)
-            self.geodesic = self.start_geodesic = self.waypoints(self.position).min()
+            self.aim(self.goal)
+            self.start_geodesic = self.geodesic
         self.heading = rng.uniform(-np.pi, np.pi)
         self.steps, self.path_m, self.path = 0, 0.0, [self.position]
         return self.observe(), {}
@@ -534,6 +567,12 @@ class PointNav(gym.Env):
         spl = success * self.start_geodesic / max(self.path_m, self.start_geodesic)
         info = {"success": success, "spl": spl, "distance_to_goal": self.geodesic}
         return self.observe(), previous - self.geodesic - 0.01 + 2.5 * spl, terminated, self.steps >= STEP_LIMIT, info
+
+    def aim(self, point_2):
+        """Measure `geodesic` to this point from now on."""
+        self.waypoints_C2 = np.vstack([self.plan.corners_C2, point_2])
+        self.beyond_C = np.append((self.plan.straight(point_2) + self.plan.distance_CC).min(axis=1), 0.0)
+        self.geodesic = self.waypoints(self.position).min()
 
     def move(self):
         """One step forward; at an obstacle the rest of the way slides along its side."""
@@ -617,15 +656,285 @@ def between(points, spacing=0.02):
     return [a + (b - a) * t for a, b in pairs for t in np.arange(0, 1, spacing / max(np.hypot(*(b - a)), spacing))]
 
 
+class TransferTask(gym.Wrapper):
+    """The tasks that DD-PPO's agents were transferred to (section 6), in either simulator: `flee`, as far from the start as
+    possible (reward: increase of the geodesic distance in m), and `explore`, as many places as possible (reward: 1 for
+    every new square metre). Spaces are those of PointNav; the goal is a dummy, as in the paper. A stop ends the episode.
+    """
+
+    def __init__(self, env, task):
+        super().__init__(env)
+        self.flees = task == "flee"
+        self.metadata = env.metadata | {"metrics": ("distance_from_start" if self.flees else "places_visited",)}
+
+    def reset(self, **more):
+        observation, info = self.env.reset(**more)
+        self.env.unwrapped.aim(self.env.unwrapped.position)
+        self.places, self.score = set(), 0.0
+        self.measure()
+        return self.without_goal(observation), info
+
+    def step(self, action):
+        observation, _, terminated, truncated, _ = self.env.step(action)
+        before = self.score
+        self.measure()
+        info = {self.metadata["metrics"][0]: self.score}
+        return self.without_goal(observation), self.score - before, terminated, truncated, info
+
+    def measure(self):
+        """Metres from the start, or square metres visited."""
+        if self.flees:
+            self.score = float(self.env.unwrapped.geodesic)
+        else:
+            self.places.add(tuple(np.floor(self.env.unwrapped.position).astype(int)))
+            self.score = float(len(self.places))
+
+    def without_goal(self, observation):
+        """The same observation with a goal that says nothing."""
+        return observation | {"goal": np.array([1, 1, 0], np.float32)}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Environments: Habitat
+# ----------------------------------------------------------------------------------------------------------------------
+
+SIMULATED = ("pointnav", "flee", "explore")  # tasks that both simulators have
+HABITAT_POINTNAV = "benchmark/nav/pointnav/pointnav_habitat_test.yaml"
+EPISODES_PER_SCENE = 50  # in a row while training: loading a scene takes seconds
+POLAR = ("pointgoal_with_gps_compass", "pointgoal")  # observations [distance in m, angle]
+
+
+def uses_habitat(options):
+    """Whether the options name an environment of Habitat."""
+    return options.env_id.endswith(".yaml") or (options.env_id in SIMULATED and options.simulator == "habitat")
+
+
+def habitat_config(options, split):
+    """habitat-lab's configuration: that of the task, what our options say, and last --habitat-overrides."""
+    for name in ("MAGNUM_LOG", "HABITAT_SIM_LOG"):  # a page for each simulator otherwise
+        os.environ.setdefault(name, "quiet")
+    import habitat
+
+    habitat.logger.setLevel("WARNING")
+    gpu = int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count() if torch.cuda.is_available() else -1
+    overrides = [f"habitat.dataset.split={split}", f"habitat.simulator.habitat_sim_v0.gpu_device_id={gpu}"]
+    if options.env_id in SIMULATED:
+        sensors, size = "habitat.simulator.agents.main_agent.sim_sensors", options.image_size
+        overrides += [f"{sensors}.{options.camera}_sensor.{side}={size}" for side in ("width", "height")]
+        overrides.append(f"~{sensors}.{'rgb' if options.camera == 'depth' else 'depth'}_sensor")
+    path = HABITAT_POINTNAV if options.env_id in SIMULATED else options.env_id
+    return habitat.get_config(path, [*overrides, *options.habitat_overrides])
+
+
+def missing_for_habitat(options):
+    """Why the options' environment cannot be had from Habitat, and how to mend it; None if it can."""
+    try:
+        import habitat_sim  # noqa: F401
+    except ImportError as error:
+        return f"habitat_sim cannot be imported ({error}): install it from conda (aihabitat-nightly) or from source"
+    try:
+        import habitat  # noqa: F401
+    except ImportError as error:
+        return f"habitat cannot be imported ({error}): pip install habitat-lab"
+    data = habitat_config(options, "train").habitat.dataset.data_path.format(split="train")
+    return (
+        None
+        if os.path.exists(data)
+        else f"data set {data} is not there: download it, or name its place by "
+        "--habitat-overrides habitat.dataset.data_path=..."
+    )
+
+
+def choose_simulator(options):
+    """The options with --simulator auto resolved, and said. Raises UserError if Habitat is asked for and not there."""
+    if options.env_id in SIMULATED and options.simulator != "builtin" or options.env_id.endswith(".yaml"):
+        reason = missing_for_habitat(options)
+        if reason and (options.simulator == "habitat" or options.env_id.endswith(".yaml")):
+            raise UserError(f"no Habitat: {reason}; python ver_ppo.py --check-habitat says more")
+        if options.simulator == "auto" and options.env_id in SIMULATED:
+            print(f"simulator: {f'built-in ({reason})' if reason else 'Habitat'}")
+            return replace(options, simulator="builtin" if reason else "habitat")
+    return options
+
+
+def to_gymnasium_space(space):
+    """A space of the old gym as Gymnasium's; one whole number in a Box (an object's category) as Discrete."""
+    if hasattr(space, "spaces"):
+        return gym.spaces.Dict({key: to_gymnasium_space(part) for key, part in space.spaces.items()})
+    if hasattr(space, "n"):
+        return gym.spaces.Discrete(int(space.n))
+    if space.shape == (1,) and np.issubdtype(space.dtype, np.integer):
+        return gym.spaces.Discrete(int(space.high[0] - space.low[0]) + 1, start=int(space.low[0]))
+    return gym.spaces.Box(space.low, space.high, space.shape, space.dtype)
+
+
+class HabitatEnv(gym.Env):
+    """A habitat-lab task as a Gymnasium environment; numbers are those of habitat-lab 0.3 (old gym API, four results).
+
+    Environment `number` of all gets scenes of its own; where there are more environments than scenes, those that share one
+    share its episodes out. `reset` takes the episode's number, so that an episode can be repeated: training stays in a scene
+    for EPISODES_PER_SCENE episodes, drawn by the seed; validation goes through all episodes, scene by scene. A polar goal
+    becomes `goal` = [distance, cos, sin], as in PointNav. Reaching the step limit truncates; whatever else ends an episode
+    terminates it. Every scalar that the task measures is a metric.
+    """
+
+    def __init__(self, options, split, number=0, render_mode=None):
+        import habitat
+        from habitat.gym import make_gym_from_config
+
+        config = habitat_config(options, split).habitat
+        scenes = list(config.dataset.content_scenes)
+        if "*" in scenes:
+            scenes = sorted(habitat.make_dataset(config.dataset.type).get_scenes_to_load(config.dataset))
+        if scenes:
+            with habitat.config.read_write(config):
+                config.dataset.content_scenes = scenes[number :: options.all_envs] or [scenes[number % len(scenes)]]
+        dataset = habitat.make_dataset(config.dataset.type, config=config.dataset)
+        sharing = range(number % max(1, len(scenes)), options.all_envs, max(1, len(scenes)))  # environments of this scene
+        self.by_scene = {}
+        for episode in dataset.episodes[sharing.index(number) % len(dataset.episodes) :: len(sharing)]:
+            self.by_scene.setdefault(episode.scene_id, []).append(episode)
+        self.by_scene = list(self.by_scene.values())
+        self.gym_env = make_gym_from_config(config, dataset)
+        self.habitat_env, self.split, self.render_mode = self.gym_env.unwrapped.habitat_env, split, render_mode
+        self.action_space = to_gymnasium_space(self.gym_env.action_space)
+        space = to_gymnasium_space(self.gym_env.observation_space)
+        self.observation_space = gym.spaces.Dict(
+            {"goal" if key in POLAR else key: GOAL_SPACE if key in POLAR else part for key, part in space.spaces.items()}
+        )
+
+    @property
+    def metadata(self):
+        """The metrics' names: known once there is an episode."""
+        if not scalars(self.habitat_env.get_metrics()):
+            self.reset(seed=0)
+        return {"render_modes": ["rgb_array"], "metrics": tuple(scalars(self.habitat_env.get_metrics()))}
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        number = (options or {}).get("episode", 0)
+        if self.split == "train":
+            episodes = self.by_scene[number // EPISODES_PER_SCENE % len(self.by_scene)]
+            episode = episodes[int(self.np_random.integers(len(episodes)))]
+        else:
+            episodes = self.by_scene[number % len(self.by_scene)]
+            episode = episodes[number // len(self.by_scene) % len(episodes)]
+        self.habitat_env.current_episode = episode
+        self.gym_env.seed(int(self.np_random.integers(2**31)))
+        return self.convert(self.gym_env.reset()), {}
+
+    def step(self, action):
+        observation, reward, done, info = self.gym_env.step(action)
+        past_limit = self.habitat_env._elapsed_steps >= self.habitat_env._max_episode_steps
+        truncated = done and past_limit and self.habitat_env.task.is_episode_active
+        return self.convert(observation), float(reward), done and not truncated, truncated, scalars(info)
+
+    def convert(self, observation):
+        """As the observation space says."""
+        converted = {}
+        for key, value in flatten(observation).items():
+            if key in POLAR:
+                key, value = "goal", np.array([value[0], math.cos(-value[1]), math.sin(-value[1])], np.float32)
+            elif isinstance(self.observation_space[key.split("/")[0]], gym.spaces.Discrete):
+                value = int(value[0])
+            converted[key] = value
+        return converted
+
+    def aim(self, point_3):
+        """Measure `geodesic` to this point from now on."""
+        self.target = point_3
+
+    @property
+    def position(self):
+        """Of the agent, x, height, y in m."""
+        return np.array(self.habitat_env.sim.get_agent_state().position)
+
+    @property
+    def geodesic(self):
+        """Metres from the agent to the point that `aim` was given."""
+        return self.habitat_env.sim.geodesic_distance(self.position, self.target)
+
+    def render(self):
+        """Everything that the sensors and the map show, side by side."""
+        return self.gym_env.render("rgb_array")
+
+    def close(self):
+        self.gym_env.close()
+
+
+GOAL_SPACE = gym.spaces.Box(-np.inf, np.inf, (3,), np.float32)
+
+
+def scalars(info):
+    """The numbers in nested measures, flat.
+
+    >>> scalars({"spl": 0.5, "collisions": {"count": 3, "is_collision": False}, "map": np.zeros((2, 2))})
+    {'spl': 0.5, 'collisions/count': 3.0, 'collisions/is_collision': 0.0}
+    """
+    return {key: float(value) for key, value in flatten(info).items() if isinstance(value, (int, float, np.number))}
+
+
+def check_habitat(options):
+    """Say line by line what Habitat needs, what is there, and how to mend what is missing. Returns the exit status."""
+    if options.env_id in SIMULATED:
+        options = replace(options, simulator="habitat")
+
+    def packages():
+        import habitat
+        import habitat_sim
+
+        bullet = "with" if habitat_sim.built_with_bullet else "without"
+        return f"habitat-sim {habitat_sim.__version__} ({bullet} Bullet), habitat-lab {habitat.__version__}"
+
+    def data_set():
+        config = habitat_config(options, "train").habitat.dataset
+        paths = [config.data_path.format(split=split) for split in ("train", "val")]
+        for path in (*paths, config.scenes_dir):
+            if not os.path.exists(path):
+                raise FileNotFoundError(f"{path} is not there")
+        return ", ".join([*paths, config.scenes_dir])
+
+    def steps():
+        env, began = make_env(options, "train"), time.perf_counter()
+        env.reset(seed=0)
+        for _ in range(100):
+            if any(env.step(env.action_space.sample())[2:4]):
+                env.reset(seed=0)
+        sec, spaces, metrics = time.perf_counter() - began, flatten(env.observation_space), env.metadata["metrics"]
+        env.close()
+        return f"{100 / sec:.0f} steps/s; observations {list(spaces)}, {env.action_space}, measures {list(metrics)}"
+
+    install = "conda install habitat-sim headless -c conda-forge -c aihabitat-nightly; pip install habitat-lab"
+    download = "python -m habitat_sim.utils.datasets_download --uids habitat_test_pointnav_dataset habitat_test_scenes"
+    elsewhere = "habitat.dataset.data_path=... habitat.dataset.scenes_dir=..."
+    checks = {
+        "packages": (packages, install),
+        "data set": (data_set, f"{download}; or --habitat-overrides {elsewhere}"),
+        "100 steps": (steps, "without a GPU EGL_PLATFORM=surfaceless and Mesa's libEGL; see what was printed above"),
+    }
+    for name, (check, advice) in checks.items():
+        try:
+            print(f"ok       {name}: {check()}")
+        except Exception as error:  # whatever packages and drivers raise
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            print(f"MISSING  {name}: {reason}\n         to mend it: {advice}")
+            return 1
+    return 0
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Environments: any Gymnasium environment
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def make_env(options, split, render_mode=None):
-    """The environment that the options name. `split` (train or val) matters to pointnav only: others differ in seeds."""
-    if options.env_id == "pointnav":
-        return PointNav(split, options.camera, options.image_size, render_mode)
+def make_env(options, split, render_mode=None, number=0):
+    """Environment `number` (of all ranks) that the options name. `split` (train or val) decides about floor plans or scenes
+    and episodes; other environments differ in seeds."""
+    if options.env_id in SIMULATED or uses_habitat(options):
+        habitat = uses_habitat(options)
+        where = (options, split, number) if habitat else (split, options.camera, options.image_size)
+        env = (HabitatEnv if habitat else PointNav)(*where, render_mode)
+        return TransferTask(env, options.env_id) if options.env_id in ("flee", "explore") else env
     try:
         return gym.make(options.env_id, render_mode=render_mode, disable_env_checker=True)
     except Exception as error:  # whatever the environment's own code raises
@@ -714,9 +1023,20 @@ def episode_seed(split, seed, env, episode):
 
 
 def is_image(space):
-    """Whether the small CNN reads this observation: height x width (x channels), of at least 8 x 8 pixels."""
+    """Whether an image encoder reads this observation: height x width (x channels), of at least 8 x 8 pixels."""
     shape = np.array(space.shape)
     return isinstance(space, gym.spaces.Box) and len(shape) in (2, 3) and np.sort(shape)[-2] >= 8
+
+
+def image_layout(space):
+    """Channels, height and width of an image observation, and whether the channels come last.
+
+    >>> image_layout(gym.spaces.Box(0, 255, (3, 36, 40), np.uint8))
+    (3, 36, 40, False)
+    """
+    shape = space.shape if len(space.shape) == 3 else (*space.shape, 1)
+    last = len(space.shape) == 2 or shape[2] < shape[0]
+    return (shape[2], *shape[:2], True) if last else (*shape, False)
 
 
 def orthogonal(layer, gain=math.sqrt(2)):
@@ -726,55 +1046,201 @@ def orthogonal(layer, gain=math.sqrt(2)):
     return layer
 
 
-class ImageEncoder(nn.Module):
-    """Small CNN for images of any size. Its first layers read patches that do not overlap: on a CPU that is twice as fast
-    as the usual overlapping 8x8 and 4x4 kernels. uint8 is scaled from 0..255, bounded floats from low..high to 0..1."""
+class Images(nn.Module):
+    """The images of one size (RGB and depth, say), stacked as channels. uint8 is scaled from 0..255, bounded floats from
+    low..high to 0..1; where there is uint8, every channel is normalized by running statistics (DD-PPO section 5), which
+    `observe` gathers. They are parameters without gradient: whoever gets the weights gets them too."""
 
-    def __init__(self, space, out_features):
+    def __init__(self, spaces):
         super().__init__()
-        shape = space.shape if len(space.shape) == 3 else (*space.shape, 1)
-        self.channels_last = len(space.shape) == 2 or shape[2] < shape[0]
-        channels = shape[2] if self.channels_last else shape[0]
-        bounded = np.isfinite(space.low).all() and np.isfinite(space.high).all()
-        self.low, self.high = (float(space.low.min()), float(space.high.max())) if bounded else (0.0, 1.0)
-        pixels = shape[:2] if self.channels_last else shape[1:]
-        stride = 4 if min(pixels) >= 32 else 2
+        self.layouts = {key: image_layout(space) for key, space in spaces.items()}
+        self.size, self.channels = next(iter(self.layouts.values()))[1:3], sum(layout[0] for layout in self.layouts.values())
+        bounds = {key: (float(space.low.min()), float(space.high.max())) for key, space in spaces.items()}
+        self.ranges = {key: pair if np.isfinite(pair).all() else (0.0, 1.0) for key, pair in bounds.items()}
+        self.normalized = any(space.dtype == np.uint8 for space in spaces.values())
+        moments_2C = torch.tensor([[0.0], [1.0]]).repeat(1, self.channels)  # means of value and square
+        self.moments_2C = nn.Parameter(moments_2C, requires_grad=False)
+        self.rollouts = nn.Parameter(torch.zeros(()), requires_grad=False)  # that these are the means of
+
+    def stack(self, obs):
+        """B x channels x height x width, 0..1"""
+        parts = []
+        for key, (channels, *_, channels_last) in self.layouts.items():
+            image = obs[key].unsqueeze(-1) if obs[key].dim() == 3 else obs[key]
+            image = image.permute(0, 3, 1, 2) if channels_last else image  # stays channels-last in memory: fast
+            low, high = self.ranges[key]
+            parts.append(image.float() if (low, high) == (0.0, 1.0) else (image.float() - low) / (high - low))
+        return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
+
+    def forward(self, obs):
+        """B x channels x height x width, normalized"""
+        image_BCHW = self.stack(obs)
+        if not self.normalized:
+            return image_BCHW
+        mean_C, square_C = self.moments_2C.unsqueeze(-1).unsqueeze(-1)
+        return (image_BCHW - mean_C) / (square_C - mean_C**2).clamp(min=1e-4).sqrt()
+
+    @torch.no_grad()
+    def observe(self, obs, average):
+        """Let the statistics take in the images of another rollout, of all ranks."""
+        image_BCHW = self.stack(obs)
+        moments_2C = torch.stack([image_BCHW.mean(dim=(0, 2, 3)), (image_BCHW**2).mean(dim=(0, 2, 3))])
+        average([moments_2C])
+        self.rollouts += 1
+        self.moments_2C += (moments_2C - self.moments_2C) / self.rollouts
+
+
+class SmallCNN(nn.Module):
+    """Small CNN for images of any size. Its first layers read patches that do not overlap: on a CPU that is twice as fast
+    as the usual overlapping 8x8 and 4x4 kernels."""
+
+    def __init__(self, images, out_features):
+        super().__init__()
+        self.images, stride = images, 4 if min(images.size) >= 32 else 2
         self.convolutions = nn.Sequential(
-            orthogonal(nn.Conv2d(channels, 16, stride, stride)), nn.ReLU(),
+            orthogonal(nn.Conv2d(images.channels, 16, stride, stride)), nn.ReLU(),
             orthogonal(nn.Conv2d(16, 32, stride, stride)), nn.ReLU(),
             orthogonal(nn.Conv2d(32, 32, 3, 1, padding=1)), nn.ReLU(), nn.Flatten(),
         )  # fmt: skip
-        flat_features = 32 * math.prod(size // stride // stride for size in pixels)
+        flat_features = 32 * math.prod(size // stride // stride for size in images.size)
         self.out = orthogonal(nn.Linear(flat_features, out_features))
 
-    def forward(self, image):
-        """B x height x width (x channels) -> B x out_features"""
-        image = image.unsqueeze(-1) if image.dim() == 3 else image
-        image_BCHW = image.permute(0, 3, 1, 2) if self.channels_last else image  # stays channels-last in memory: fast
-        image_BCHW = image_BCHW.float()
-        if (self.low, self.high) != (0.0, 1.0):
-            image_BCHW = (image_BCHW - self.low) / (self.high - self.low)
-        return torch.relu(self.out(self.convolutions(image_BCHW)))
+    def forward(self, obs):
+        """Images -> B x out_features"""
+        return torch.relu(self.out(self.convolutions(self.images(obs))))
 
 
-class VectorEncoder(nn.Module):
-    """Two-layer perceptron for vectors; Discrete observations enter as one-hot vectors."""
+@dataclass(frozen=True)
+class Backbone:
+    """One row of the table of residual networks, all of half the usual width and with GroupNorm."""
 
-    def __init__(self, space, out_features):
+    blocks: tuple[int, int, int, int]  # in the four stages
+    bottleneck: bool = True  # 1x1, 3x3, 1x1 convolutions; else 3x3, 3x3
+    groups: int = 1  # of the 3x3 convolution: ResNeXt's cardinality
+    squeeze: bool = False  # squeeze and excitation
+    modern: bool = False  # patch-ify stem, down-sampling between the stages, layer scale, dilation
+
+
+BACKBONES = {
+    "resnet18": Backbone((2, 2, 2, 2), bottleneck=False, modern=True),  # VER section 4
+    "resnet50": Backbone((3, 4, 6, 3)),  # DD-PPO section 4, appendix A
+    "se_resnext50": Backbone((3, 4, 6, 3), groups=16, squeeze=True),
+    "se_resnext101": Backbone((3, 4, 23, 3), groups=16, squeeze=True),
+}
+
+
+def convolution(channels_in, channels_out, kernel, stride=1, groups=1, dilation=1, padding=None):
+    """Convolution without bias, then GroupNorm: batch statistics mislead where experience is correlated (DD-PPO, A)."""
+    padding = dilation * (kernel // 2) if padding is None else padding
+    layer = nn.Conv2d(channels_in, channels_out, kernel, stride, padding, dilation, groups, bias=False)
+    return nn.Sequential(layer, nn.GroupNorm(16, channels_out))
+
+
+class Block(nn.Module):
+    """Residual block (He et al. 2016), with the extras of its backbone: ResNeXt's groups, squeeze and excitation, and as in
+    ConvNeXt layer scale; its second 3x3 kernel sees 5x5 pixels by dilation."""
+
+    def __init__(self, kind, channels_in, planes, stride):
         super().__init__()
-        self.choices = int(space.n) if isinstance(space, gym.spaces.Discrete) else 0
+        channels_out = 4 * planes if kind.bottleneck else planes
+        if kind.bottleneck:
+            width = planes * (2 if kind.groups > 1 else 1)
+            layers = [convolution(channels_in, width, 1), nn.ReLU(), convolution(width, width, 3, stride, kind.groups)]
+            layers += [nn.ReLU(), convolution(width, channels_out, 1)]
+        else:
+            layers = [convolution(channels_in, planes, 3, stride), nn.ReLU()]
+            layers += [convolution(planes, planes, 3, dilation=2 if kind.modern else 1)]
+        self.layers = nn.Sequential(*layers)
+        same = stride == 1 and channels_in == channels_out
+        self.shortcut = nn.Identity() if same else convolution(channels_in, channels_out, 1, stride)
+        self.scale = nn.Parameter(torch.full((channels_out, 1, 1), 0.1)) if kind.modern else None  # Touvron et al. 2021
+        self.squeeze = kind.squeeze and nn.Sequential(
+            nn.AdaptiveAvgPool2d(1), nn.Conv2d(channels_out, channels_out // 16, 1), nn.ReLU(),
+            nn.Conv2d(channels_out // 16, channels_out, 1), nn.Sigmoid(),
+        )  # fmt: skip
+
+    def forward(self, x):
+        """B x channels x height x width"""
+        change = self.layers(x)
+        if self.squeeze:
+            change = change * self.squeeze(change)
+        if self.scale is not None:
+            change = change * self.scale
+        return torch.relu(self.shortcut(x) + change)
+
+
+class ResNet(nn.Module):
+    """2x2 average pooling, backbone, compression of its last feature map to about 2,048 numbers (DD-PPO appendix A), linear
+    layer."""
+
+    def __init__(self, images, out_features, kind):
+        super().__init__()
+        self.images, channels, layers = images, 32, [nn.AvgPool2d(2)]
+        if kind.modern:  # patches of 4x4 pixels (VER section 4)
+            layers += [convolution(images.channels, channels, 4, 4, padding=0)]
+        else:
+            layers += [convolution(images.channels, channels, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
+        for stage, blocks in enumerate(kind.blocks):
+            planes, stride = 32 * 2**stage, 1 if stage == 0 else 2
+            if kind.modern and stage:
+                layers += [nn.GroupNorm(16, channels), nn.Conv2d(channels, planes, 2, 2)]
+                channels, stride = planes, 1
+            for block in range(blocks):
+                layers.append(Block(kind, channels, planes, stride if block == 0 else 1))
+                channels = 4 * planes if kind.bottleneck else planes
+        self.backbone = nn.Sequential(*layers)
+        with torch.no_grad():
+            height, width = self.backbone(torch.zeros(1, images.channels, *images.size)).shape[2:]
+        compressed = min(channels, round(2048 / (height * width)))
+        self.compress = nn.Sequential(
+            nn.Conv2d(channels, compressed, 3, padding=1, bias=False), nn.GroupNorm(1, compressed), nn.ReLU(), nn.Flatten()
+        )
+        self.out = orthogonal(nn.Linear(compressed * height * width, out_features))
+
+    def forward(self, obs):
+        """Images -> B x out_features"""
+        return torch.relu(self.out(self.compress(self.backbone(self.images(obs)))))
+
+
+class Vector(nn.Module):
+    """Two-layer perceptron for a vector, or (beside the papers' encoders) one linear layer to 32 features as in DD-PPO.
+    Discrete observations enter as one-hot vectors."""
+
+    def __init__(self, key, space, out_features, linear):
+        super().__init__()
+        self.key, self.choices = key, int(space.n) if isinstance(space, gym.spaces.Discrete) else 0
         self.start = int(space.start) if self.choices else 0
         in_features = self.choices or math.prod(space.shape)
-        self.layers = nn.Sequential(
+        self.layers = orthogonal(nn.Linear(in_features, 32)) if linear else nn.Sequential(
             orthogonal(nn.Linear(in_features, out_features)), nn.Tanh(),
             orthogonal(nn.Linear(out_features, out_features)), nn.Tanh(),
         )  # fmt: skip
 
-    def forward(self, vector):
-        """B x any shape -> B x out_features"""
+    def forward(self, obs):
+        """The observation, B x any shape -> B x features"""
+        vector = obs[self.key]
         if self.choices:
             vector = nn.functional.one_hot(vector - self.start, self.choices)
         return self.layers(vector.reshape(len(vector), -1).float())
+
+
+def build_encoders(spec, options):
+    """One encoder for all images of a size, and one for each vector, by name; and how many features they give together."""
+    hidden, kind = options.hidden_size, BACKBONES.get(options.encoder)
+    sizes = {key: image_layout(space)[1:3] for key, space in spec.observations.items() if is_image(space)}
+    encoders, features = {}, 0
+    for key, space in spec.observations.items():
+        if key not in sizes:
+            encoders[key], width = Vector(key, space, hidden // 2, kind is not None), 32 if kind else hidden // 2
+        elif options.encoder == "none" or sizes[key] in (sizes[other] for other in encoders if other in sizes):
+            continue
+        else:
+            images = Images({other: spec.observations[other] for other in sizes if sizes[other] == sizes[key]})
+            encoders[key], width = ResNet(images, hidden, kind) if kind else SmallCNN(images, hidden), hidden
+        features += width
+    if not encoders:
+        raise UserError(f"--encoder {options.encoder}: nothing is left to observe, choose another one")
+    return nn.ModuleDict(encoders), features
 
 
 class MultiCategorical:
@@ -801,6 +1267,9 @@ class MultiCategorical:
         return sum(part.entropy() for part in self.parts)
 
 
+ACTION_FEATURES = 32  # of the previous action's embedding
+
+
 class Policy(nn.Module):
     """Encoders, embedding of the previous action, LSTM, action head and value head (VER section 4, small).
 
@@ -811,18 +1280,15 @@ class Policy(nn.Module):
     def __init__(self, spec, options):
         super().__init__()
         hidden, self.choices = options.hidden_size, spec.discrete_actions
-        encoders = {key: ImageEncoder if is_image(space) else VectorEncoder for key, space in spec.observations.items()}
-        widths = {key: hidden if encoder is ImageEncoder else hidden // 2 for key, encoder in encoders.items()}
-        self.keys = list(encoders)
-        self.encoders = nn.ModuleList(encoders[key](spec.observations[key], widths[key]) for key in self.keys)
+        self.encoders, features = build_encoders(spec, options)
         if self.choices:  # entry 0 is the start token, one table for all action numbers
             offset = torch.tensor([0, *np.cumsum([n + 1 for n in self.choices])[:-1]])
             self.register_buffer("token_offset_A", offset, persistent=False)
-            self.action_embedding = nn.Embedding(sum(self.choices) + len(self.choices), 32)
+            self.action_embedding = nn.Embedding(sum(self.choices) + len(self.choices), ACTION_FEATURES)
         else:
-            self.action_embedding = nn.Linear(spec.action_numbers, 32)
-            self.log_std_A = nn.Parameter(torch.full((spec.action_numbers,), -0.5))
-        in_features = sum(widths.values()) + 32
+            self.action_embedding = nn.Linear(spec.action_numbers, ACTION_FEATURES)
+            self.log_std_A = None if options.predict_std else nn.Parameter(torch.full((spec.action_numbers,), -0.5))
+        in_features = features + ACTION_FEATURES
         self.num_layers = options.lstm_layers if options.recurrent else 0
         self.state_shape = (2 * self.num_layers, hidden)
         self.core = nn.LSTM(in_features, hidden, self.num_layers) if options.recurrent else nn.Linear(in_features, hidden)
@@ -831,18 +1297,28 @@ class Policy(nn.Module):
         )
         self.bf16 = options.bf16
         self.skipped = 0  # mini-batches in a row whose gradient was not finite
-        self.actor = orthogonal(nn.Linear(hidden, sum(self.choices) or spec.action_numbers), 0.01)
+        outputs = sum(self.choices) or spec.action_numbers * (2 if options.predict_std else 1)
+        self.actor = orthogonal(nn.Linear(hidden, outputs), 0.01)
         self.critic = orthogonal(nn.Linear(hidden, 1), 1.0)
+        self.cpc = ContrastivePrediction(features, hidden) if options.cpc else None
+
+    def embed(self, action_BA, unknown_B):
+        """Actions -> B x ACTION_FEATURES; the start token where they are unknown."""
+        if self.choices:
+            token_BA = torch.where(unknown_B[:, None], 0, action_BA + 1) + self.token_offset_A
+            return self.action_embedding(token_BA).sum(1)
+        return self.action_embedding(action_BA * ~unknown_B[:, None])
 
     def encode(self, obs, prev_action_BA, first_B):
         """Everything that does not depend on memory -> B x features. Where `first_B`, the previous action is unknown."""
-        if self.choices:
-            token_BA = torch.where(first_B[:, None], 0, prev_action_BA + 1) + self.token_offset_A
-            action = self.action_embedding(token_BA).sum(1)
-        else:
-            action = self.action_embedding(prev_action_BA * ~first_B[:, None])
-        parts = [encoder(obs[key]) for key, encoder in zip(self.keys, self.encoders)]
-        return torch.cat([*parts, action], dim=1)
+        features = [encoder(obs) for encoder in self.encoders.values()]
+        return torch.cat([*features, self.embed(prev_action_BA, first_B)], dim=1)
+
+    def observe(self, obs, average):
+        """Let the image encoders' statistics take in these observations, and those of the other ranks."""
+        for encoder in self.encoders.values():
+            if hasattr(encoder, "images") and encoder.images.normalized and encoder.out.weight.requires_grad:
+                encoder.images.observe(obs, average)
 
     def heads(self, core_BH):
         """Action distribution and value (B) from the core's output."""
@@ -850,7 +1326,10 @@ class Policy(nn.Module):
         out, value_B = self.actor(core_BH), self.critic(core_BH).squeeze(-1)
         if self.choices:
             return MultiCategorical(out, self.choices), value_B
-        normal = Normal(out, self.log_std_A.exp().expand_as(out), validate_args=False)
+        mean_BA, log_std_BA = out.chunk(2, dim=1) if self.log_std_A is None else (out, self.log_std_A.expand_as(out))
+        if self.log_std_A is None:
+            log_std_BA = (log_std_BA - 0.5).clamp(-5.0, 2.0)
+        normal = Normal(mean_BA, log_std_BA.exp(), validate_args=False)
         return Independent(normal, 1, validate_args=False), value_B
 
     def step(self, obs, prev_action_BA, first_B, state_B2LH):
@@ -869,21 +1348,41 @@ class Policy(nn.Module):
         return *self.heads(x), torch.stack([*(h for h, _ in after), *(c for _, c in after)], dim=1).to(state_B2LH.dtype)
 
     def sequences(self, obs, prev_action_M, first_M, state_Q2LH, batch_sizes):
-        """All M steps of Q sequences, arranged as a PackedSequence: distribution and value_M (VER section 2.2, figure 3C).
+        """All M steps of Q sequences, arranged as a PackedSequence: distribution, value_M, and what --cpc learns from
+        (VER section 2.2, figure 3C).
 
         The encoder runs once over all steps; the LSTM runs over time with batches that shrink as sequences end.
         `state_Q2LH` is the stored state before each sequence's first step, longest sequence first.
         """
         x = self.encode(obs, prev_action_M, first_M)
+        core_MH = self.remember(x, state_Q2LH, batch_sizes)
+        return *self.heads(core_MH), (x[:, :-ACTION_FEATURES], core_MH)
+
+    def remember(self, x, state_Q2LH, batch_sizes):
+        """The core over packed sequences: M x features -> M x H."""
         if not self.num_layers:
-            return self.heads(torch.tanh(self.core(x)))
+            return torch.tanh(self.core(x))
         state = state_Q2LH.transpose(0, 1).to(x.dtype).contiguous()
         hidden_LQH, cell_LQH = state[: self.num_layers], state[self.num_layers :]
         if x.device.type == "cpu":
             for weights, hidden_QH, cell_QH in zip(self.core.all_weights, hidden_LQH, cell_LQH):
                 x = packed_lstm(x, batch_sizes, hidden_QH, cell_QH, *weights)
-            return self.heads(x)
-        return self.heads(self.core(PackedSequence(x, batch_sizes), (hidden_LQH, cell_LQH))[0].data)
+            return x
+        return self.core(PackedSequence(x, batch_sizes), (hidden_LQH, cell_LQH))[0].data
+
+
+class ContrastivePrediction(nn.Module):
+    """What CPC|A (Guo et al. 2018) learns beside the policy: from the memory, a GRU follows the actions that were taken
+    next, and a classifier tells what was seen then from what was not."""
+
+    def __init__(self, features, hidden):
+        super().__init__()
+        self.future = nn.GRUCell(ACTION_FEATURES, hidden)
+        self.classifier = nn.Sequential(nn.Linear(hidden + features, hidden), nn.ReLU(), nn.Linear(hidden, 1))
+
+    def forward(self, memory_BH, features_BF):
+        """Logits (B) of these features having been seen in the future of this memory."""
+        return self.classifier(torch.cat([memory_BH, features_BF], dim=-1)).squeeze(-1)
 
 
 def packed_lstm(x, batch_sizes, hidden_QH, cell_QH, input_weight, hidden_weight, input_bias, hidden_bias):
@@ -1084,8 +1583,8 @@ class EnvironmentRow:
             field: {key: part.numpy() for key, part in getattr(transfer, field).items()} for field in ("obs", "final_obs")
         }
         self.frames = frames  # a list that collects pictures, or None
-        self.env = make_env(options, split, None if frames is None else "rgb_array")
         self.number = options.first_env + row
+        self.env = make_env(options, split, None if frames is None else "rgb_array", self.number)
         self.delay_rng = np.random.default_rng([options.seed, self.number, 1])
         self.env_delay = self.draw_delay(options.sim_latency_spread[1])
 
@@ -1109,9 +1608,11 @@ class EnvironmentRow:
         self.length, self.total_reward = 0, 0.0
         self.episode_delay = self.draw_delay(self.options.sim_latency_spread[2])
         seed = episode_seed(self.split, self.options.seed, self.number, self.episode)
-        observation, _ = self.env.reset(seed=seed)
+        more = {"options": {"episode": self.episode}} if uses_habitat(self.options) else {}
+        self.observation, _ = self.env.reset(seed=seed, **more)
+        self.delayed, self.ahead = None, None
         self.render()
-        self.write("obs", observation)
+        self.write("obs", self.observation)
         self.out.first[self.row], self.out.episode[self.row] = True, self.episode
 
     def answer(self):
@@ -1131,7 +1632,11 @@ class EnvironmentRow:
         """
         out, row = self.out, self.row
         self.length += 1
-        observation, reward, terminated, truncated, info = self.env.step(to_env_action(self.spec.action, action_A))
+        action = to_env_action(self.spec.action, action_A)
+        if self.options.action_delay:
+            observation, reward, terminated, truncated, info = self.step_delayed(action)
+        else:
+            observation, reward, terminated, truncated, info = self.env.step(action)
         self.render()
         self.total_reward += float(reward)
         if not math.isfinite(reward):
@@ -1145,6 +1650,18 @@ class EnvironmentRow:
             self.reset()
         else:
             self.write("obs", observation)
+
+    def step_delayed(self, action):
+        """Answer to the action before this one; to the first of an episode, the first observation again."""
+        self.simulate_ahead()
+        answer, self.ahead, self.delayed = self.ahead or (self.observation, 0.0, False, False, {}), None, action
+        return answer
+
+    def simulate_ahead(self):
+        """With --action-delay the next action is known before its turn: the environment acts while the policy computes the
+        action after it (VER section 4). Called whenever there is time."""
+        if self.options.action_delay and self.delayed is not None and self.ahead is None:
+            self.ahead = self.env.step(self.delayed)
 
     def write(self, field, observation):
         """Copy an observation into the row. Raises BadAnswer if it is not one of the observation space, or not finite."""
@@ -1211,6 +1728,8 @@ def worker_process(group, commands, rows, options, split, spec, transfer, starts
                     transfer.sent_at[answered] = 0.0
                     write_numbers(group.announce, answered)
                     answered, since = [], time.perf_counter()
+            for row in wanted:
+                environments[row].simulate_ahead()
     except Exception as error:
         text = environments[row].failure() if row in environments else f"environment {row}:\n{traceback.format_exc()}"
         group.note_error(row, text)
@@ -2270,6 +2789,48 @@ def ppo_loss(distribution, value_M, batch, log_ent_coef, options):
     return loss, {name: value.detach() for name, value in logs.items()}
 
 
+CPC_HORIZON, CPC_STARTS, CPC_FUTURES, CPC_NEGATIVES, CPC_COEF = 20, 6, 2, 20, 0.1  # as in habitat-baselines
+
+
+def cpc_futures(batch_sizes):
+    """What CPC|A compares: steps of packed sequences, and later steps of the same sequence, so never across the end of an
+    episode. Of each sequence CPC_STARTS random steps, and for each CPC_FUTURES random later ones, CPC_HORIZON steps at most.
+
+    Returns P start positions, P x CPC_HORIZON positions of the actions from there on (beyond the end: of the last step), and
+    how many steps later the futures are, P x CPC_FUTURES, with their positions.
+    """
+    length_Q = (batch_sizes[:, None] > torch.arange(int(batch_sizes[0]))).sum(0)
+    offset_T = batch_sizes.cumsum(0) - batch_sizes
+    sequence_P = torch.arange(len(length_Q))[length_Q > 1].repeat_interleave(CPC_STARTS)[:, None]
+    last_P = length_Q[sequence_P] - 1
+    time_P = (torch.rand(len(sequence_P), 1) * last_P).long()
+    later_PF = 1 + (torch.rand(len(sequence_P), CPC_FUTURES) * (last_P - time_P).clamp(max=CPC_HORIZON)).long()
+    action_time_PT = torch.minimum(time_P + torch.arange(CPC_HORIZON), last_P)
+    start_P, action_PT, future_PF = (offset_T[time] + sequence_P for time in (time_P, action_time_PT, time_P + later_PF))
+    return start_P[:, 0], action_PT, later_PF, future_PF
+
+
+def cpc_loss(policy, features_MF, core_MH, action_MA, batch_sizes):
+    """Action-conditional contrastive prediction over packed sequences (Guo et al. 2018; VER section 4 adds it to PPO).
+
+    The memory after a step is followed through the actions taken since; then a classifier must tell the features that were
+    seen from CPC_NEGATIVES others of the same mini-batch. Returns the two mean cross-entropies, added.
+    """
+    start_P, action_PT, later_PF, future_PF = (index.to(core_MH.device) for index in cpc_futures(batch_sizes))
+    if not len(start_P):
+        return core_MH.sum() * 0.0
+    action_M = policy.embed(action_MA, torch.zeros(len(action_MA), dtype=torch.bool, device=core_MH.device))
+    memory_PH, memories = core_MH[start_P], []
+    for action_P in action_PT[:, : int(later_PF.max())].unbind(1):
+        memory_PH = policy.cpc.future(action_M[action_P], memory_PH)
+        memories.append(memory_PH)
+    memory_PFH = torch.stack(memories, dim=1).gather(1, (later_PF - 1)[..., None].expand(-1, -1, core_MH.shape[1]))
+    other_PFN = torch.randint(len(core_MH), (*future_PF.shape, CPC_NEGATIVES)).to(core_MH.device)
+    positive = policy.cpc(memory_PFH, features_MF[future_PF])
+    negative = policy.cpc(memory_PFH[:, :, None].expand(-1, -1, CPC_NEGATIVES, -1), features_MF[other_PFN])
+    return nn.functional.softplus(-positive).mean() + nn.functional.softplus(negative).mean()
+
+
 def compute_targets(policy, rollout, records, options):
     """Write advantage and value target of these records (slots, each environment's in time order) into the rollout.
     Returns how much of the targets' variance the values explained, to log."""
@@ -2313,6 +2874,8 @@ def learn(policy, optimizer, rollout, records, options, average=alone):
         for minibatch in cut_minibatches(order_S, begin_Q, permutation_Q, options.num_minibatches):
             packed = pack_sequences(*minibatch)
             logs.append(update_policy(policy, optimizer, rollout, records, targets, packed, options, average))
+    some = records[:: len(records) // 256 + 1]
+    policy.observe({key: part[torch.from_numpy(some).to(rollout.device)] for key, part in rollout.obs.items()}, average)
     means = {name: torch.stack([log[name] for log in logs]).mean().item() for name in logs[0]}
     return {**means, "ver/importance_weight": float(weight_S[complete_S].mean())}
 
@@ -2325,14 +2888,15 @@ def off_policy(policy, rollout, records, value_S, options):
     order_S, begin_Q = find_sequences(rollout.env[records], rollout.first[records], rollout.complete[records])
     for minibatch in cut_minibatches(order_S, begin_Q, np.arange(len(begin_Q)), options.num_minibatches):
         packed = pack_sequences(*minibatch)
-        distribution, value_M, batch = run_sequences(policy, rollout, records, packed)
+        distribution, value_M, _, batch = run_sequences(policy, rollout, records, packed)
         value_S[packed[0]] = value_M.cpu()
         ratio_S[packed[0]] = (distribution.log_prob(batch["action"]) - batch["log_prob"]).exp().cpu()
     return ratio_S, value_S
 
 
 def run_sequences(policy, rollout, records, packed):
-    """The policy on packed sequences: distribution and value_M of their steps, and what the buffer holds of these."""
+    """The policy on packed sequences: distribution and value_M of their steps, (features, memory), and what the buffer holds
+    of these steps."""
     positions_M, batch_sizes, start_Q = packed
     index_M, index_Q = (torch.from_numpy(records[positions]).to(rollout.device) for positions in (positions_M, start_Q))
     batch = {name: getattr(rollout, name)[index_M] for name in ("action", "log_prob", "prev_action")}
@@ -2344,10 +2908,13 @@ def run_sequences(policy, rollout, records, packed):
 
 def update_policy(policy, optimizer, rollout, records, targets, packed, options, average):
     """One optimizer step on one packed mini-batch; none if the gradient is not finite."""
-    distribution, value_M, batch = run_sequences(policy, rollout, records, packed)
+    distribution, value_M, memory, batch = run_sequences(policy, rollout, records, packed)
     index_M = torch.from_numpy(packed[0]).to(rollout.device)
     batch |= {name: column[index_M] for name, column in targets.items()}
     loss, logs = ppo_loss(distribution, value_M, batch, policy.log_ent_coef, options)
+    if policy.cpc:
+        prediction_loss = cpc_loss(policy, *memory, batch["action"], packed[1])
+        loss, logs["losses/cpc"] = loss + CPC_COEF * prediction_loss, prediction_loss.detach()
     optimizer.zero_grad()
     loss.backward()
     average([parameter.grad for parameter in policy.parameters() if parameter.grad is not None])
@@ -2446,6 +3013,18 @@ def load_policy(policy, content, path):
     except RuntimeError as error:
         difference = " ".join(str(error).split())[:300]
         raise UserError(f"{path} belongs to another network or environment: {difference}") from None
+
+
+def start_from(policy, options):
+    """Transfer (DD-PPO section 6): take the weights of the checkpoint --init-from, as far as names and shapes agree; with
+    --reset-critic but for the critic. Raises UserError if there is no encoder among them."""
+    saved, own = load_checkpoint(options.init_from)["policy"], policy.state_dict()
+    new = {"log_ent_coef", *(name for name in own if options.reset_critic and name.startswith("critic."))}
+    new |= {name for name in own if name not in saved or saved[name].shape != own[name].shape}
+    if not any(name.startswith("encoders.") for name in own.keys() - new):
+        raise UserError(f"--init-from {options.init_from}: no encoder of it fits: give the --encoder and sizes of that run")
+    policy.load_state_dict(own | {name: saved[name] for name in own.keys() - new})
+    print(f"{len(own) - len(new)} of {len(own)} tensors come from {options.init_from}; new: {', '.join(sorted(new))}")
 
 
 SHOWN_METRICS = ("success", "spl")  # beside the progress bar, if the environment has them
@@ -2833,8 +3412,13 @@ def prepare(options, rank=0, num_ranks=1):
     keep_freed_memory()
     torch.manual_seed(options.seed)
     policy = Policy(spec, options).to(device)
-    optimizer = torch.optim.Adam(policy.parameters(), lr=options.learning_rate, eps=1e-5)
+    optimizer = torch.optim.Adam(policy.parameters(), lr=options.learning_rate, eps=1e-5, fused=True)
     progress, snapshot = {"step": 0, "recent": []}, None
+    if options.init_from and not options.resume:
+        start_from(policy, options)
+    if options.freeze_encoder:
+        for encoder in policy.encoders.values():
+            encoder.requires_grad_(not hasattr(encoder, "images"))
     if options.resume:
         progress, snapshot = load_run(policy, optimizer, options, rank, num_ranks)
     return spec, policy, optimizer, progress, snapshot, *allocate(policy, spec, options, device)
@@ -2858,7 +3442,8 @@ def parse_options(argv, kind=Options):
         return given
     known = {field.name for field in fields(kind)}
     saved = {name: value for name, value in load_checkpoint(path)["options"].items() if name in known}
-    saved |= {"resume": None, "checkpoint": None, "trace": None, "sim_latency_spread": tuple(saved["sim_latency_spread"])}
+    saved |= {"resume": None, "checkpoint": None, "trace": None}
+    saved = {name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()}
     options = tyro.cli(kind, args=argv, default=kind(**saved))
     for name, value in asdict(options).items():
         if value != saved.get(name, value) and name not in ("resume", "checkpoint"):
@@ -2872,6 +3457,9 @@ def main(argv=None, kind=Options, train=train):
     try:
         options = parse_options(argv, kind)
         validate_options(options)
+        if options.check_habitat:
+            return check_habitat(options)
+        options = choose_simulator(options)
         if not options.checkpoint:
             train(options)
             return 0

@@ -266,7 +266,7 @@ def test_every_action_and_observation_has_a_policy_input():
         obs = {key: part.to(ver_ppo.observation_dtype(spec.observations[key])) for key, part in obs.items()}
         obs = {key: torch.where(torch.isfinite(part), part, 0) for key, part in obs.items()}
         action = torch.zeros(6, spec.action_numbers, dtype=ver_ppo.action_dtype(spec)) + 1
-        distribution, value = policy.sequences(
+        distribution, value, _ = policy.sequences(
             obs, action, torch.tensor([False] * 5 + [True]), torch.randn(2, *policy.state_shape), torch.tensor([2, 2, 2])
         )
         (distribution.log_prob(action).sum() + value.sum()).backward()

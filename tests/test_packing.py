@@ -87,7 +87,7 @@ def test_packed_lstm_is_stepping(options):
         for minibatch in ver_ppo.cut_minibatches(order_S, begin_Q, permutation_Q, num_minibatches):
             slots_M, batch_sizes, begin_slots_Q = ver_ppo.pack_sequences(*minibatch)
             with torch.no_grad():
-                distribution, value_M = policy.sequences(
+                distribution, value_M, _ = policy.sequences(
                     {"obs": obs[slots_M]}, prev_action[slots_M], first[slots_M], state[begin_slots_Q], batch_sizes
                 )
             torch.testing.assert_close(value_M, value[slots_M], rtol=1e-4, atol=1e-5)

@@ -100,12 +100,12 @@ class ObservationEncoder(nn.Module):
 
     def __init__(self, space):
         super().__init__()
-        self.depth = ver_ppo.ImageEncoder(space["depth"], HIDDEN)
-        self.goal = ver_ppo.VectorEncoder(space["goal"], HIDDEN // 2)
+        self.depth = ver_ppo.SmallCNN(ver_ppo.Images({"depth": space["depth"]}), HIDDEN)
+        self.goal = ver_ppo.Vector("goal", space["goal"], HIDDEN // 2, linear=False)
         self.out_features = HIDDEN + HIDDEN // 2
 
     def forward(self, obs):
-        return torch.cat([self.depth(obs["depth"]), self.goal(obs["goal"])], dim=1)
+        return torch.cat([self.depth(obs), self.goal(obs)], dim=1)
 
 
 # Trainers: train for at least `steps`, return a mark (steps so far, time) from the end of learning from each rollout.
