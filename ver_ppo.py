@@ -49,6 +49,14 @@ V-trace                            compute_advantages     IMPALA 4.1   test_retu
 truncated importance weights       importance_weights     VER 4        test_returns.py::test_importance_weights
 clipped objective                  ppo_loss               DD-PPO 2     test_learning.py::test_ppo_loss_by_hand
 learned entropy coefficient        ppo_loss               VER 4        test_learning.py::test_entropy_constraint
+action-conditional prediction      cpc_loss               VER 4        test_networks.py::test_cpc_stays_in_its_episode
+residual encoders                  ResNet                 DD-PPO A     test_networks.py::test_backbones_by_hand
+running statistics of RGB          Images.observe         DD-PPO 5     test_networks.py::test_running_statistics
+acting by the observation before   EnvironmentRow.step_delayed  VER 4  test_networks.py::test_delayed_actions
+transfer to other tasks            start_from             DD-PPO 6     test_networks.py::test_transfer
+Habitat through Gymnasium's API    HabitatEnv             -            test_habitat.py::test_spaces_and_measures
+dead and hanging environments      Workers.check          -            test_faults.py::test_lost_steps_only
+going on after a stop              Collector.restore      -            test_run.py::test_resume_is_going_on
 all invariants of a rollout        check_rollout          VER 2.2      test_collection.py::test_check_rollout_notices
 timeline of a run                  Trace                  -            test_samplers.py::test_trace
 """
@@ -747,13 +755,17 @@ def missing_for_habitat(options):
 
 def choose_simulator(options):
     """The options with --simulator auto resolved, and said. Raises UserError if Habitat is asked for and not there."""
-    if options.env_id in SIMULATED and options.simulator != "builtin" or options.env_id.endswith(".yaml"):
-        reason = missing_for_habitat(options)
-        if reason and (options.simulator == "habitat" or options.env_id.endswith(".yaml")):
-            raise UserError(f"no Habitat: {reason}; python ver_ppo.py --check-habitat says more")
-        if options.simulator == "auto" and options.env_id in SIMULATED:
-            print(f"simulator: {f'built-in ({reason})' if reason else 'Habitat'}")
-            return replace(options, simulator="builtin" if reason else "habitat")
+    only_habitat, both = options.env_id.endswith(".yaml"), options.env_id in SIMULATED
+    if not only_habitat and not (both and options.simulator != "builtin"):
+        return options
+    reason = missing_for_habitat(options)
+    if reason and (only_habitat or options.simulator == "habitat"):
+        raise UserError(f"no Habitat: {reason}; python ver_ppo.py --check-habitat says more")
+    if both and options.simulator == "auto":
+        print(f"simulator: {f'built-in ({reason})' if reason else 'Habitat'}")
+        options = replace(options, simulator="builtin" if reason else "habitat")
+    if uses_habitat(options) and options.num_workers == 0:
+        raise UserError("--num-workers 0: several simulators of Habitat in the main process would end it: give at least 1")
     return options
 
 
@@ -1191,7 +1203,7 @@ class ResNet(nn.Module):
         self.backbone = nn.Sequential(*layers)
         with torch.no_grad():
             height, width = self.backbone(torch.zeros(1, images.channels, *images.size)).shape[2:]
-        compressed = min(channels, round(2048 / (height * width)))
+        compressed = min(512, round(2048 / (height * width)))  # smaller images: fewer
         self.compress = nn.Sequential(
             nn.Conv2d(channels, compressed, 3, padding=1, bias=False), nn.GroupNorm(1, compressed), nn.ReLU(), nn.Flatten()
         )
@@ -1236,6 +1248,8 @@ def build_encoders(spec, options):
             continue
         else:
             images = Images({other: spec.observations[other] for other in sizes if sizes[other] == sizes[key]})
+            if kind and min(images.size) < 64:
+                raise UserError(f"--encoder {options.encoder} needs images of 64 x 64 at least: {key!r} has {images.size}")
             encoders[key], width = ResNet(images, hidden, kind) if kind else SmallCNN(images, hidden), hidden
         features += width
     if not encoders:
@@ -1618,7 +1632,7 @@ class EnvironmentRow:
     def answer(self):
         """Take the action that the row holds, and put the answer there."""
         began = time.perf_counter()
-        if self.options.sim_latency:
+        if self.options.sim_latency and not self.options.action_delay:
             self.sleep()
         self.step(self.out.action[self.row])
         self.out.lost[self.row] = False
@@ -1661,6 +1675,8 @@ class EnvironmentRow:
         """With --action-delay the next action is known before its turn: the environment acts while the policy computes the
         action after it (VER section 4). Called whenever there is time."""
         if self.options.action_delay and self.delayed is not None and self.ahead is None:
+            if self.options.sim_latency:
+                self.sleep()
             self.ahead = self.env.step(self.delayed)
 
     def write(self, field, observation):
@@ -3017,12 +3033,13 @@ def load_policy(policy, content, path):
 
 def start_from(policy, options):
     """Transfer (DD-PPO section 6): take the weights of the checkpoint --init-from, as far as names and shapes agree; with
-    --reset-critic but for the critic. Raises UserError if there is no encoder among them."""
+    --reset-critic but for the critic. Raises UserError if its encoders are others."""
     saved, own = load_checkpoint(options.init_from)["policy"], policy.state_dict()
     new = {"log_ent_coef", *(name for name in own if options.reset_critic and name.startswith("critic."))}
     new |= {name for name in own if name not in saved or saved[name].shape != own[name].shape}
-    if not any(name.startswith("encoders.") for name in own.keys() - new):
-        raise UserError(f"--init-from {options.init_from}: no encoder of it fits: give the --encoder and sizes of that run")
+    if unfit := sorted(name for name in new if name.startswith("encoders.")):
+        reason = f"its encoders are others ({unfit[0]})"
+        raise UserError(f"--init-from {options.init_from}: {reason}: give the --encoder, --camera and sizes of that run")
     policy.load_state_dict(own | {name: saved[name] for name in own.keys() - new})
     print(f"{len(own) - len(new)} of {len(own)} tensors come from {options.init_from}; new: {', '.join(sorted(new))}")
 

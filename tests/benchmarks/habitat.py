@@ -22,6 +22,7 @@ from statistics import median
 ROOT = Path(__file__).resolve().parents[2]
 SENSORS = "habitat.simulator.agents.main_agent.sim_sensors"
 POLICIES = {"cnn": "PointNavBaselinePolicy", "resnet18": "PointNavResNetPolicy"}
+ONE = ["--num-workers", "1"]  # of two cores: the other one infers and learns
 QUIET = {"MAGNUM_LOG": "quiet", "HABITAT_SIM_LOG": "quiet", "OMP_NUM_THREADS": "1"}
 
 
@@ -98,9 +99,10 @@ if __name__ == "__main__":
     parser.add_argument("--encoders", nargs="+", default=["cnn", "resnet18"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=12_000)
-    parser.add_argument("--trainers", nargs="+", default=["baselines", "ours", "overlap"])
+    parser.add_argument("--trainers", nargs="+", default=["baselines", "default", "one worker", "one worker, overlap"])
     options = parser.parse_args()
-    trainers = {"baselines": (baselines, []), "ours": (ours, []), "overlap": (ours, ["--overlap"])}
+    trainers = {"baselines": (baselines, []), "default": (ours, [])}
+    trainers |= {"one worker": (ours, ONE), "one worker, overlap": (ours, [*ONE, "--overlap"])}
     speeds = {}
     for round_ in range(options.rounds):
         for encoder in options.encoders:
