@@ -307,46 +307,45 @@ class EnvironmentFailure(Exception):
     """An environment raised, hung or returned what is not finite, or a process has died; exit status 1."""
 
 
+TINY, HUGE = math.ulp(0.0), sys.float_info.max
+RANGES = {  # smallest and largest value of single options; "auto" always goes
+    **dict.fromkeys(("total_timesteps", "num_steps", "num_minibatches", "update_epochs", "checkpoint_interval"), (1, HUGE)),
+    **dict.fromkeys(("learning_rate", "clip_coef", "max_grad_norm", "env_timeout"), (TINY, HUGE)),
+    **dict.fromkeys(("seed", "eval_episodes", "max_worker_restarts", "sim_latency", "ent_coef", "vf_coef"), (0, HUGE)),
+    **dict.fromkeys(("gamma", "gae_lambda"), (0, 1)),
+    "num_envs": (1, select.PIPE_BUF // 4),  # one atomic pipe write
+    "num_workers": (0, HUGE),
+    "envs_per_worker": (1, HUGE),
+    "num_inference_workers": (1, 64),
+    "learner_threads": (1, 256),
+    "min_requests": (1, HUGE),
+    "hidden_size": (2, HUGE),
+    "lstm_layers": (1, 2),
+    "image_size": (8, 1024),
+}
+
+
 def validate_options(options):
     """Raise UserError for the first option that cannot work, with the way to mend it, before anything is started."""
     o = options
+    for name, (low, high) in RANGES.items():
+        value = getattr(o, name)
+        words = {TINY: "a positive number", 0: "0 or more"}.get(low, f"{low} or more")
+        words = f"within {low}..{high}" if high < HUGE else words
+        require(o, [(value == "auto" or low <= value <= high, name, f"must be {words}")])
     steps = f"--num-steps x --num-envs = {o.rollout_steps}"
-    at_least_one = ("total_timesteps", "num_envs", "num_steps", "num_minibatches", "update_epochs",
-                    "checkpoint_interval")  # fmt: skip
-    positive = ("learning_rate", "clip_coef", "max_grad_norm", "env_timeout")
-    not_negative = ("seed", "eval_episodes", "max_worker_restarts", "sim_latency", "ent_coef", "vf_coef")
-    rules = [(getattr(o, name) >= 1, name, "must be at least 1") for name in at_least_one]
-    rules += [(0 < getattr(o, name) < math.inf, name, "must be a positive number") for name in positive]
-    rules += [(0 <= getattr(o, name) < math.inf, name, "must not be negative") for name in not_negative]
-    rules += [
-        (0 <= o.gamma <= 1, "gamma", "must be within 0..1"),
-        (0 <= o.gae_lambda <= 1, "gae_lambda", "must be within 0..1"),
-        (4 * o.num_envs <= select.PIPE_BUF, "num_envs", f"must be at most {select.PIPE_BUF // 4}, one atomic pipe write"),
+    needs_habitat = "goes with --simulator habitat or a habitat-lab YAML"
+    writable = not o.trace or os.access(Path(o.trace).parent, os.W_OK) and not os.path.isdir(o.trace)
+    rules = [
+        (all(0 <= sigma < 10 for sigma in o.sim_latency_spread), "sim_latency_spread", "must be three numbers within 0..10"),
+        (o.camera in ("depth", "rgb"), "camera", "must be depth or rgb"),
+        (writable, "trace", "cannot be written: name a file in a folder that exists"),
+        (o.num_workers == "auto" or o.num_workers <= o.num_envs, "num_workers", f"must be within 0..{o.num_envs}"),
         (
-            o.num_workers == "auto" or 0 <= o.num_workers <= o.num_envs,
-            "num_workers",
-            f"must be auto or within 0..{o.num_envs}",
-        ),
-        (
-            o.envs_per_worker == "auto" or 1 <= o.envs_per_worker <= o.num_envs and o.num_workers == "auto",
+            o.envs_per_worker == "auto" or o.envs_per_worker <= o.num_envs and o.num_workers == "auto",
             "envs_per_worker",
             f"must be within 1..{o.num_envs}, without --num-workers",
         ),
-        (1 <= o.num_inference_workers <= 64, "num_inference_workers", "must be within 1..64"),
-        (o.learner_threads == "auto" or 1 <= o.learner_threads <= 256, "learner_threads", "must be auto or within 1..256"),
-        (all(0 <= sigma < 10 for sigma in o.sim_latency_spread), "sim_latency_spread", "must be three numbers within 0..10"),
-        (o.hidden_size >= 2, "hidden_size", "must be at least 2"),
-        (o.lstm_layers in (1, 2), "lstm_layers", "must be 1 or 2"),
-        (o.camera in ("depth", "rgb"), "camera", "must be depth or rgb"),
-        (8 <= o.image_size <= 1024, "image_size", "must be within 8..1024"),
-        (
-            not o.trace or os.access(Path(o.trace).parent, os.W_OK) and not os.path.isdir(o.trace),
-            "trace",
-            "cannot be written: name a file in a folder that exists",
-        ),
-    ]
-    require(o, rules)
-    combinations = [
         (
             not o.remote or count_workers(o) <= 128,  # the fork server passes on no more than 250 file descriptors
             "envs_per_worker",
@@ -360,23 +359,19 @@ def validate_options(options):
         (not o.overlap or o.sampler != "async", "overlap", "goes with the other samplers: async always overlaps"),
         (o.sampler != "sync" or o.max_requests >= o.num_envs, "max_requests", "must be at least --num-envs with sync"),
         (
-            1 <= o.min_requests <= min(o.max_requests, o.num_envs),
+            o.min_requests <= min(o.max_requests, o.num_envs),
             "min_requests",
             "must be within 1..--max-requests and --num-envs",
         ),
         (o.rollout_steps % o.num_minibatches == 0, "num_minibatches", f"must divide {steps}"),
         (o.rollout_steps <= 10**8, "num_steps", f"is absurd: {steps}"),
         (not (o.checkpoint and o.resume), "checkpoint", "evaluates and --resume trains: give one of them"),
+        (not o.checkpoint or o.eval_episodes, "eval_episodes", "must be at least 1 with --checkpoint"),
         (not o.freeze_encoder or o.init_from, "freeze_encoder", "needs trained encoders: give --init-from"),
         (not o.reset_critic or o.init_from, "reset_critic", "needs --init-from"),
-        (
-            not o.habitat_overrides or o.env_id.endswith(".yaml") or o.simulator != "builtin",
-            "habitat_overrides",
-            "goes with --simulator habitat or a habitat-lab YAML",
-        ),
-        (not o.checkpoint or o.eval_episodes, "eval_episodes", "must be at least 1 with --checkpoint"),
+        (not o.habitat_overrides or may_use_habitat(o), "habitat_overrides", needs_habitat),
     ]
-    require(o, combinations + o.more_rules)
+    require(o, rules + o.more_rules)
     device = choose_device(o)
     if o.bf16 and device.type != "cuda":
         raise UserError(f"--bf16 needs a CUDA device, this run uses {device}: leave it out")
@@ -673,7 +668,8 @@ class TransferTask(gym.Wrapper):
     def __init__(self, env, task):
         super().__init__(env)
         self.flees = task == "flee"
-        self.metadata = env.metadata | {"metrics": ("distance_from_start" if self.flees else "places_visited",)}
+        self.metric = "distance_from_start" if self.flees else "places_visited"
+        self.metadata = {"render_modes": ["rgb_array"], "metrics": (self.metric,)}
 
     def reset(self, **more):
         observation, info = self.env.reset(**more)
@@ -686,8 +682,7 @@ class TransferTask(gym.Wrapper):
         observation, _, terminated, truncated, _ = self.env.step(action)
         before = self.score
         self.measure()
-        info = {self.metadata["metrics"][0]: self.score}
-        return self.without_goal(observation), self.score - before, terminated, truncated, info
+        return self.without_goal(observation), self.score - before, terminated, truncated, {self.metric: self.score}
 
     def measure(self):
         """Metres from the start, or square metres visited."""
@@ -717,6 +712,11 @@ def uses_habitat(options):
     return options.env_id.endswith(".yaml") or (options.env_id in SIMULATED and options.simulator == "habitat")
 
 
+def may_use_habitat(options):
+    """The same before --simulator auto has been resolved."""
+    return uses_habitat(options) or (options.env_id in SIMULATED and options.simulator == "auto")
+
+
 def habitat_config(options, split):
     """habitat-lab's configuration: that of the task, what our options say, and last --habitat-overrides."""
     for name in ("MAGNUM_LOG", "HABITAT_SIM_LOG"):  # a page for each simulator otherwise
@@ -738,30 +738,26 @@ def missing_for_habitat(options):
     """Why the options' environment cannot be had from Habitat, and how to mend it; None if it can."""
     try:
         import habitat_sim  # noqa: F401
+
+        data = habitat_config(options, "train").habitat.dataset.data_path.format(split="train")
     except ImportError as error:
-        return f"habitat_sim cannot be imported ({error}): install it from conda (aihabitat-nightly) or from source"
-    try:
-        import habitat  # noqa: F401
-    except ImportError as error:
-        return f"habitat cannot be imported ({error}): pip install habitat-lab"
-    data = habitat_config(options, "train").habitat.dataset.data_path.format(split="train")
-    return (
-        None
-        if os.path.exists(data)
-        else f"data set {data} is not there: download it, or name its place by "
-        "--habitat-overrides habitat.dataset.data_path=..."
-    )
+        advice = "install habitat-sim from conda (aihabitat-nightly) or from source, then pip install habitat-lab"
+        return f"{error.name} cannot be imported ({error}): {advice}"
+    except Exception as error:  # a file or key that is not there, a syntax error: whatever the parser raises
+        reason = " ".join(str(error).split())[:200]
+        return f"its configuration cannot be loaded ({reason}): look at --env-id and --habitat-overrides"
+    advice = "download it, or name its place by --habitat-overrides habitat.dataset.data_path=..."
+    return None if os.path.exists(data) else f"data set {data} is not there: {advice}"
 
 
 def choose_simulator(options):
     """The options with --simulator auto resolved, and said. Raises UserError if Habitat is asked for and not there."""
-    only_habitat, both = options.env_id.endswith(".yaml"), options.env_id in SIMULATED
-    if not only_habitat and not (both and options.simulator != "builtin"):
+    if not may_use_habitat(options):
         return options
     reason = missing_for_habitat(options)
-    if reason and (only_habitat or options.simulator == "habitat"):
+    if reason and uses_habitat(options):
         raise UserError(f"no Habitat: {reason}; python ver_ppo.py --check-habitat says more")
-    if both and options.simulator == "auto":
+    if not uses_habitat(options):
         print(f"simulator: {f'built-in ({reason})' if reason else 'Habitat'}")
         options = replace(options, simulator="builtin" if reason else "habitat")
     if uses_habitat(options) and options.num_workers == 0:
@@ -916,7 +912,7 @@ def check_habitat(options):
         env.close()
         return f"{100 / sec:.0f} steps/s; observations {list(spaces)}, {env.action_space}, measures {list(metrics)}"
 
-    install = "conda install habitat-sim headless -c conda-forge -c aihabitat-nightly; pip install habitat-lab"
+    install = "conda install habitat-sim withbullet headless -c conda-forge -c aihabitat-nightly; pip install habitat-lab"
     download = "python -m habitat_sim.utils.datasets_download --uids habitat_test_pointnav_dataset habitat_test_scenes"
     elsewhere = "habitat.dataset.data_path=... habitat.dataset.scenes_dir=..."
     checks = {
@@ -3228,6 +3224,7 @@ def evaluate(policy, spec, options, frames=None):
     """
     num_envs = 1 if frames is not None else min(options.num_envs, options.eval_episodes)
     num_workers = 0 if frames is not None else min(count_workers(options), num_envs)
+    options = Options(**{field.name: getattr(options, field.name) for field in fields(Options)})  # of one rank alone
     options = replace(
         options, seed=0, num_envs=num_envs, num_workers=num_workers, sim_latency=0.0, sampler="ver", num_inference_workers=1
     )

@@ -184,7 +184,8 @@ def test_simulator_is_chosen(recorded, capsys):
     assert [line.split()[0] for line in lines] == ["ok"] * 3 and "objectgoal" in lines[2]
     with pytest.raises(ver_ppo.UserError, match="--num-workers 0"):
         ver_ppo.choose_simulator(ver_ppo.Options(num_workers=0))
-    sys.modules["habitat"].make_dataset = None
+    sys.modules["habitat"].get_config = lambda *args: {}["no such key"]
+    assert "configuration cannot be loaded" in ver_ppo.missing_for_habitat(ver_ppo.Options())
     assert ver_ppo.main(["--check-habitat"]) == 1
     assert "MISSING" in capsys.readouterr().out
 
