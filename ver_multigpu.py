@@ -323,7 +323,7 @@ class RankRun(ver_ppo.Run):
     """The run of all ranks: rank 0 logs, and writes everybody's checkpoint."""
 
     def __init__(self, ranks, options, progress):
-        self.ranks, self.leads, self.folder = ranks, ranks.rank == 0, None
+        self.ranks, self.leads, self.folder, self.unsaved = ranks, ranks.rank == 0, None, None
         if self.leads:
             super().__init__(options, progress)
             ranks.store.set(FOLDER_KEY, str(self.folder))  # where to go on if torchrun starts us again
@@ -389,7 +389,7 @@ class DistributedUpdate:
             report = {
                 "steps": int(rollout.complete[records].sum()),
                 "results": ver_ppo.episode_results(rollout, records),
-                "step_sec": step_seconds(collector) if self.watch.counts_steps else None,
+                "step_sec": step_seconds(collector) if self.watch.counts_steps and not collector.resumed else None,
                 "save": self.watch.save_wanted,
                 "checksum": checksum(policy) if collector.version % CHECK_INTERVAL == 0 else 0,
             }
@@ -411,7 +411,7 @@ class DistributedUpdate:
         limit, self.predicted_sec, expected_sec = NO_LIMIT, 0.0, logs["ranks/rollout_sec"]
         if options.preemption == "threshold":
             limit = threshold_preemption(self.ranks.size, options.sync_frac)
-        if options.preemption == "optimal":
+        if options.preemption == "optimal" and not any(report["step_sec"] is None for report in reports):
             step_sec_RN, learning_sec = np.array([report["step_sec"] for report in reports]), logs["time/learning_sec"]
             variable = options.sampler == "ver"
             limit, self.predicted_sec = optimal_preemption(step_sec_RN, options.num_steps, variable, learning_sec)

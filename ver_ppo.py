@@ -311,10 +311,11 @@ TINY, HUGE = math.ulp(0.0), sys.float_info.max
 RANGES = {  # smallest and largest value of single options; "auto" always goes
     **dict.fromkeys(("total_timesteps", "num_steps", "num_minibatches", "update_epochs", "checkpoint_interval"), (1, HUGE)),
     **dict.fromkeys(("learning_rate", "clip_coef", "max_grad_norm", "env_timeout"), (TINY, HUGE)),
-    **dict.fromkeys(("seed", "eval_episodes", "max_worker_restarts", "sim_latency", "ent_coef", "vf_coef"), (0, HUGE)),
+    **dict.fromkeys(("eval_episodes", "max_worker_restarts", "sim_latency", "ent_coef", "vf_coef"), (0, HUGE)),
     **dict.fromkeys(("gamma", "gae_lambda"), (0, 1)),
     "num_envs": (1, select.PIPE_BUF // 4),  # one atomic pipe write
     "num_workers": (0, HUGE),
+    "seed": (0, 2**63 - 1),
     "envs_per_worker": (1, HUGE),
     "num_inference_workers": (1, 64),
     "learner_threads": (1, 256),
@@ -367,8 +368,15 @@ def validate_options(options):
         (o.rollout_steps <= 10**8, "num_steps", f"is absurd: {steps}"),
         (not (o.checkpoint and o.resume), "checkpoint", "evaluates and --resume trains: give one of them"),
         (not o.checkpoint or o.eval_episodes, "eval_episodes", "must be at least 1 with --checkpoint"),
-        (not o.freeze_encoder or o.init_from, "freeze_encoder", "needs trained encoders: give --init-from"),
+        (
+            not o.init_from or not (o.resume or o.checkpoint),
+            "init_from",
+            "begins a run: leave out --resume and --checkpoint",
+        ),
+        (not o.freeze_encoder or o.init_from or o.resume, "freeze_encoder", "needs trained encoders: give --init-from"),
+        (not o.freeze_encoder or o.encoder != "none", "freeze_encoder", "needs an encoder: --encoder none has no image"),
         (not o.reset_critic or o.init_from, "reset_critic", "needs --init-from"),
+        (o.simulator == "auto" or o.env_id in SIMULATED, "simulator", "goes with pointnav, flee and explore"),
         (not o.habitat_overrides or may_use_habitat(o), "habitat_overrides", needs_habitat),
     ]
     require(o, rules + o.more_rules)
@@ -689,7 +697,7 @@ class TransferTask(gym.Wrapper):
         if self.flees:
             self.score = float(self.env.unwrapped.geodesic)
         else:
-            self.places.add(tuple(np.floor(self.env.unwrapped.position).astype(int)))
+            self.places.add(tuple(np.floor(self.env.unwrapped.position[[0, -1]]).astype(int)))  # without the height
             self.score = float(len(self.places))
 
     def without_goal(self, observation):
@@ -724,7 +732,8 @@ def habitat_config(options, split):
     import habitat
 
     habitat.logger.setLevel("WARNING")
-    gpu = int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count() if torch.cuda.is_available() else -1
+    device = choose_device(options)
+    gpu = device.index if device.type == "cuda" else -1
     overrides = [f"habitat.dataset.split={split}", f"habitat.simulator.habitat_sim_v0.gpu_device_id={gpu}"]
     if options.env_id in SIMULATED:
         sensors, size = "habitat.simulator.agents.main_agent.sim_sensors", options.image_size
@@ -739,7 +748,7 @@ def missing_for_habitat(options):
     try:
         import habitat_sim  # noqa: F401
 
-        data = habitat_config(options, "train").habitat.dataset.data_path.format(split="train")
+        data = [habitat_config(options, split).habitat.dataset.data_path.format(split=split) for split in ("train", "val")]
     except ImportError as error:
         advice = "install habitat-sim from conda (aihabitat-nightly) or from source, then pip install habitat-lab"
         return f"{error.name} cannot be imported ({error}): {advice}"
@@ -747,7 +756,8 @@ def missing_for_habitat(options):
         reason = " ".join(str(error).split())[:200]
         return f"its configuration cannot be loaded ({reason}): look at --env-id and --habitat-overrides"
     advice = "download it, or name its place by --habitat-overrides habitat.dataset.data_path=..."
-    return None if os.path.exists(data) else f"data set {data} is not there: {advice}"
+    absent = [path for path in data if not os.path.exists(path)]
+    return f"data set {absent[0]} is not there: {advice}" if absent else None
 
 
 def choose_simulator(options):
@@ -755,7 +765,7 @@ def choose_simulator(options):
     if not may_use_habitat(options):
         return options
     reason = missing_for_habitat(options)
-    if reason and uses_habitat(options):
+    if reason and (uses_habitat(options) or options.habitat_overrides):
         raise UserError(f"no Habitat: {reason}; python ver_ppo.py --check-habitat says more")
     if not uses_habitat(options):
         print(f"simulator: {f'built-in ({reason})' if reason else 'Habitat'}")
@@ -781,7 +791,7 @@ class HabitatEnv(gym.Env):
 
     Environment `number` of all gets scenes of its own; where there are more environments than scenes, those that share one
     share its episodes out. `reset` takes the episode's number, so that an episode can be repeated: training stays in a scene
-    for EPISODES_PER_SCENE episodes, drawn by the seed; validation goes through all episodes, scene by scene. A polar goal
+    for EPISODES_PER_SCENE episodes, drawn by the seed; validation plays its episodes in order, scenes by turns. A polar goal
     becomes `goal` = [distance, cos, sin], as in PointNav. Reaching the step limit truncates; whatever else ends an episode
     terminates it. Every scalar that the task measures is a metric.
     """
@@ -798,9 +808,12 @@ class HabitatEnv(gym.Env):
             with habitat.config.read_write(config):
                 config.dataset.content_scenes = scenes[number :: options.all_envs] or [scenes[number % len(scenes)]]
         dataset = habitat.make_dataset(config.dataset.type, config=config.dataset)
-        sharing = range(number % max(1, len(scenes)), options.all_envs, max(1, len(scenes)))  # environments of this scene
+        if not dataset.episodes:
+            raise ValueError(f"split {split} has no episodes")
+        num_scenes = max(1, len(scenes))
+        sharers = len(range(number % num_scenes, options.all_envs, num_scenes))  # environments that have this scene
         self.by_scene = {}
-        for episode in dataset.episodes[sharing.index(number) % len(dataset.episodes) :: len(sharing)]:
+        for episode in dataset.episodes[number // num_scenes % len(dataset.episodes) :: sharers]:
             self.by_scene.setdefault(episode.scene_id, []).append(episode)
         self.by_scene = list(self.by_scene.values())
         self.gym_env = make_gym_from_config(config, dataset)
@@ -938,13 +951,14 @@ def check_habitat(options):
 def make_env(options, split, render_mode=None, number=0):
     """Environment `number` (of all ranks) that the options name. `split` (train or val) decides about floor plans or scenes
     and episodes; other environments differ in seeds."""
-    if options.env_id in SIMULATED or uses_habitat(options):
-        habitat = uses_habitat(options)
-        where = (options, split, number) if habitat else (split, options.camera, options.image_size)
-        env = (HabitatEnv if habitat else PointNav)(*where, render_mode)
-        return TransferTask(env, options.env_id) if options.env_id in ("flee", "explore") else env
     try:
-        return gym.make(options.env_id, render_mode=render_mode, disable_env_checker=True)
+        if uses_habitat(options):
+            env = HabitatEnv(options, split, number, render_mode)
+        elif options.env_id in SIMULATED:
+            env = PointNav(split, options.camera, options.image_size, render_mode)
+        else:
+            return gym.make(options.env_id, render_mode=render_mode, disable_env_checker=True)
+        return TransferTask(env, options.env_id) if options.env_id in ("flee", "explore") else env
     except Exception as error:  # whatever the environment's own code raises
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise UserError(
@@ -1162,15 +1176,16 @@ class Block(nn.Module):
         same = stride == 1 and channels_in == channels_out
         self.shortcut = nn.Identity() if same else convolution(channels_in, channels_out, 1, stride)
         self.scale = nn.Parameter(torch.full((channels_out, 1, 1), 0.1)) if kind.modern else None  # Touvron et al. 2021
-        self.squeeze = kind.squeeze and nn.Sequential(
-            nn.AdaptiveAvgPool2d(1), nn.Conv2d(channels_out, channels_out // 16, 1), nn.ReLU(),
-            nn.Conv2d(channels_out // 16, channels_out, 1), nn.Sigmoid(),
-        )  # fmt: skip
+        narrow = channels_out // 16
+        self.squeeze = nn.Sequential(
+            nn.AdaptiveAvgPool2d(1), nn.Conv2d(channels_out, narrow, 1), nn.ReLU(),
+            nn.Conv2d(narrow, channels_out, 1), nn.Sigmoid(),
+        ) if kind.squeeze else None  # fmt: skip
 
     def forward(self, x):
         """B x channels x height x width"""
         change = self.layers(x)
-        if self.squeeze:
+        if self.squeeze is not None:
             change = change * self.squeeze(change)
         if self.scale is not None:
             change = change * self.scale
@@ -1290,6 +1305,8 @@ class Policy(nn.Module):
     def __init__(self, spec, options):
         super().__init__()
         hidden, self.choices = options.hidden_size, spec.discrete_actions
+        if options.predict_std and self.choices:
+            raise UserError("--predict-std is for continuous actions: leave it out")
         self.encoders, features = build_encoders(spec, options)
         if self.choices:  # entry 0 is the start token, one table for all action numbers
             offset = torch.tensor([0, *np.cumsum([n + 1 for n in self.choices])[:-1]])
@@ -1326,14 +1343,19 @@ class Policy(nn.Module):
 
     def observe(self, obs, average):
         """Let the image encoders' statistics take in these observations, and those of the other ranks."""
-        for encoder in self.encoders.values():
-            if hasattr(encoder, "images") and encoder.images.normalized and encoder.out.weight.requires_grad:
+        for encoder in self.image_encoders():
+            if encoder.images.normalized and encoder.out.weight.requires_grad:  # one that is frozen stays as it is
                 encoder.images.observe(obs, average)
+
+    def image_encoders(self):
+        """Those encoders that read images."""
+        return [encoder for encoder in self.encoders.values() if hasattr(encoder, "images")]
 
     def heads(self, core_BH):
         """Action distribution and value (B) from the core's output."""
-        core_BH = core_BH.float()
-        out, value_B = self.actor(core_BH), self.critic(core_BH).squeeze(-1)
+        with torch.autocast(core_BH.device.type, enabled=False):
+            core_BH = core_BH.float()
+            out, value_B = self.actor(core_BH), self.critic(core_BH).squeeze(-1)
         if self.choices:
             return MultiCategorical(out, self.choices), value_B
         mean_BA, log_std_BA = out.chunk(2, dim=1) if self.log_std_A is None else (out, self.log_std_A.expand_as(out))
@@ -1366,7 +1388,8 @@ class Policy(nn.Module):
         """
         x = self.encode(obs, prev_action_M, first_M)
         core_MH = self.remember(x, state_Q2LH, batch_sizes)
-        return *self.heads(core_MH), (x[:, :-ACTION_FEATURES], core_MH)
+        seen = x[:, :-ACTION_FEATURES]  # all but the previous action, which would give the answer away
+        return *self.heads(core_MH), (seen.float(), core_MH.float())
 
     def remember(self, x, state_Q2LH, batch_sizes):
         """The core over packed sequences: M x features -> M x H."""
@@ -1664,7 +1687,8 @@ class EnvironmentRow:
     def step_delayed(self, action):
         """Answer to the action before this one; to the first of an episode, the first observation again."""
         self.simulate_ahead()
-        answer, self.ahead, self.delayed = self.ahead or (self.observation, 0.0, False, False, {}), None, action
+        answer = self.ahead or (self.observation, 0.0, False, False, {})
+        self.ahead, self.delayed = None, action
         return answer
 
     def simulate_ahead(self):
@@ -2058,12 +2082,14 @@ class Collector(Shared):
         self.next_beat_sec = 0.0 if options.debug else math.inf
         self.lock, self.trace = contextlib.nullcontext(), None
         self.rollout = None  # the buffer that this process fills; None where others do
+        self.resumed = False  # in the middle of the current rollout, which says nothing of speed then
         self.inference_sec = 1e-3  # of one batch, running mean
         self.state_N = torch.zeros(num_envs, *policy.state_shape, device=device)  # before the environment's next step
         self.prev_action_N = torch.zeros(num_envs, spec.action_numbers, dtype=action_dtype(spec), device=device)
         super().__init__(
             open_slot_N=int64(num_envs) - 1,  # the slot of each environment's open record; -1: none
             held_N=boolean(num_envs),  # its open record is a bootstrap value: no action was sent
+            absent_N=boolean(num_envs),  # it is held, in a resumed run, and has not been started yet
             steps_N=int64(num_envs),  # complete steps in this rollout
             request_N=int64(num_envs),  # order of those that have answered and wait for inference; 0: does not wait
             requests=int64(()),  # so far
@@ -2102,15 +2128,15 @@ class Collector(Shared):
         return np.sort(self.open_slot_N[(self.open_slot_N >= 0) & ~self.held_N])
 
     def records_to_keep(self):
-        """The records that nothing has been learned from yet, as arguments of `Rollout.begin_with`: those in flight and, if
-        the rollout was stopped before its end, its complete ones. None where other processes fill the buffers."""
+        """The records that nothing has been learned from yet, as arguments of `Rollout.begin_with`, and whose are held: all
+        of an unfinished rollout, those in flight of one that has been learned from. None where other processes collect."""
         if self.rollout is None:
             return None
-        slots, carried = self.in_flight(), None
-        if self.rollout.policy_version == self.version:  # nothing has been learned since it began
-            complete = np.flatnonzero(self.rollout.complete[: self.rollout.size])
-            slots, carried = np.sort(np.append(slots, complete)), self.rollout.carried
-        return [torch.as_tensor(column[slots]).cpu() for column in self.rollout.columns()], carried
+        unlearned = self.rollout.policy_version == self.version  # else the weights have learned from it
+        slots = np.arange(self.rollout.size) if unlearned else self.in_flight()
+        held = torch.from_numpy(self.held_N & unlearned)
+        carried = self.rollout.carried if unlearned else None
+        return [torch.as_tensor(column[slots]).cpu() for column in self.rollout.columns()], carried, held
 
     def skip_episodes(self):
         """Let a resumed run begin new episodes everywhere, past the one that failed, in its course or at its reset."""
@@ -2130,11 +2156,16 @@ class Collector(Shared):
     def restore(self, saved):
         """Go on from a snapshot, in the middle of its rollout; the workers will repeat the episodes' actions."""
         self.version[...] = saved["version"]
-        if saved["records"] and (rollout := self.rollout):
-            rollout.begin_with(self.version, *saved["records"])
+        if rollout := self.rollout:
+            rollout.policy_version[...] = self.version
+        if saved["records"] and rollout:
+            columns, carried, held = saved["records"]
+            rollout.begin_with(self.version, columns, carried)
             env, complete = rollout.env[: rollout.size], rollout.complete[: rollout.size]
             self.open_slot_N[env[~complete]] = np.flatnonzero(~complete)
             self.steps_N[:] = np.bincount(env[complete], minlength=len(self.steps_N))
+            self.held_N[:] = self.absent_N[:] = held
+            self.resumed = bool(complete.any())
         self.state_N.copy_(saved["state"])
         self.prev_action_N.copy_(saved["prev_action"])
         for row, (episode, actions) in enumerate(saved["environments"]):
@@ -2183,7 +2214,8 @@ def receive(collector, timeout_sec):
         collector.stop.check()
     if rows:
         with collector.lock:
-            note_requests(collector, rows)
+            collector.absent_N[rows] = False
+            note_requests(collector, [row for row in rows if not collector.held_N[row]])
     if time.perf_counter() > collector.next_beat_sec:
         collector.next_beat_sec = time.perf_counter() + HEARTBEAT_SEC
         tqdm.write(f"collecting: {progress_of(collector)}", file=sys.stderr)
@@ -2377,10 +2409,10 @@ def carry_over(previous, rollout, collector):
     """
     slots, held = collector.in_flight(), np.flatnonzero(collector.held_N)
     collector.open_slot_N[held], collector.held_N[:], collector.steps_N[:] = -1, False, 0
-    note_requests(collector, held)
+    note_requests(collector, held[~collector.absent_N[held]])
     rollout.begin_with(collector.version, [column[slots] for column in previous.columns()])
     collector.open_slot_N[rollout.env[: len(slots)]] = np.arange(len(slots))
-    collector.preempted[...] = False
+    collector.preempted[...], collector.resumed = False, False
 
 
 @torch.inference_mode()
@@ -2829,8 +2861,8 @@ def cpc_loss(policy, features_MF, core_MH, action_MA, batch_sizes):
     seen from CPC_NEGATIVES others of the same mini-batch. Returns the two mean cross-entropies, added.
     """
     start_P, action_PT, later_PF, future_PF = (index.to(core_MH.device) for index in cpc_futures(batch_sizes))
-    if not len(start_P):
-        return core_MH.sum() * 0.0
+    if not len(start_P):  # every rank averages the same gradients, be they 0
+        return sum(parameter.sum() for parameter in policy.cpc.parameters()) * 0.0
     action_M = policy.embed(action_MA, torch.zeros(len(action_MA), dtype=torch.bool, device=core_MH.device))
     memory_PH, memories = core_MH[start_P], []
     for action_P in action_PT[:, : int(later_PF.max())].unbind(1):
@@ -2997,6 +3029,14 @@ def load_checkpoint(path):
     return content
 
 
+OF_ENVIRONMENTS = {"env_id", "simulator", "habitat_overrides", "camera", "image_size", "seed", "action_delay"}
+
+
+def list_of(value):
+    """Tuples as lists: files do not keep the difference."""
+    return list(value) if isinstance(value, tuple) else value
+
+
 def load_run(policy, optimizer, options, rank=0, num_ranks=1):
     """Progress and this rank's collector snapshot of the run to resume; its weights and optimizer state are put in place.
     Raises UserError."""
@@ -3011,8 +3051,12 @@ def load_run(policy, optimizer, options, rank=0, num_ranks=1):
         raise UserError(f"the run to resume has {ranks} ranks, this one {num_ranks}: give torchrun --nproc-per-node {ranks}")
     snapshot = saved["collectors"][rank]
     snapshot["environments"] = [(episode, actions.numpy()) for episode, actions in snapshot["environments"]]
-    if (saved["options"]["num_steps"], saved["options"]["sampler"]) != (options.num_steps, options.sampler):
+    changed = {name for name, value in asdict(options).items() if list_of(saved["options"].get(name)) != list_of(value)}
+    if changed & {"num_steps", "sampler", *OF_ENVIRONMENTS}:
         snapshot["records"] = None  # a rollout is made differently now
+    if changed & OF_ENVIRONMENTS:  # and what was done would now mean something else
+        snapshot["environments"] = [(episode + 1, actions[:0]) for episode, actions in snapshot["environments"]]
+        saved["progress"]["recent"] = []
     if len(snapshot["environments"]) != options.num_envs:
         raise UserError(f"--num-envs {options.num_envs}: the run to resume has {len(snapshot['environments'])}")
     return saved["progress"], snapshot
@@ -3119,7 +3163,8 @@ class Run:
     def give_up(self, *state):
         """Write the checkpoint, and say how to go on from it."""
         self.save(*state)
-        self.say(f"stopped at step {self.step}; go on with: --resume {self.folder}")
+        if not self.unsaved:
+            self.say(f"stopped at step {self.step}; go on with: --resume {self.folder}")
 
     def log(self, step, scalars, results, metrics):
         """Count the steps, write scalars and the mean result of the last 100 episodes, move the progress bar."""
@@ -3428,11 +3473,11 @@ def prepare(options, rank=0, num_ranks=1):
     policy = Policy(spec, options).to(device)
     optimizer = torch.optim.Adam(policy.parameters(), lr=options.learning_rate, eps=1e-5, fused=True)
     progress, snapshot = {"step": 0, "recent": []}, None
-    if options.init_from and not options.resume:
+    if options.init_from:
         start_from(policy, options)
     if options.freeze_encoder:
-        for encoder in policy.encoders.values():
-            encoder.requires_grad_(not hasattr(encoder, "images"))
+        for encoder in policy.image_encoders():
+            encoder.requires_grad_(False)
     if options.resume:
         progress, snapshot = load_run(policy, optimizer, options, rank, num_ranks)
     return spec, policy, optimizer, progress, snapshot, *allocate(policy, spec, options, device)
@@ -3456,7 +3501,8 @@ def parse_options(argv, kind=Options):
         return given
     known = {field.name for field in fields(kind)}
     saved = {name: value for name, value in load_checkpoint(path)["options"].items() if name in known}
-    saved |= {"resume": None, "checkpoint": None, "trace": None}
+    saved |= {"resume": None, "checkpoint": None, "trace": None, "init_from": None, "reset_critic": False}
+    saved["freeze_encoder"] &= given.checkpoint is None
     saved = {name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()}
     options = tyro.cli(kind, args=argv, default=kind(**saved))
     for name, value in asdict(options).items():

@@ -547,3 +547,63 @@ def test_checkpoint_on_demand(tmp_path, where):
     assert process.returncode == 143 and 0 < steps[0] < steps[1]
     assert "collecting: " in errors and "requests, environments [" in errors
     wait_until(lambda: alive_in_group(process.pid) == [], 5)
+
+
+@pytest.mark.parametrize("sampler", ["ver", "nover", "sync"])
+@pytest.mark.parametrize("calls", [5, 19, 38, 60, 83])
+def test_resume_keeps_every_record(tmp_path, sampler, calls):
+    """Stopped and resumed anywhere, with environments that end their share at different times, a run learns from the same
+    steps as one that was not: held records, which are only bootstrap values, included."""
+    infer, learned = ver_ppo.infer, []
+
+    def stop_at(number):
+        count = iter(range(10**9))
+
+        def counted(*args):
+            if next(count) == number:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return infer(*args)
+
+        return counted
+
+    def note(rollout, records, *more):
+        complete = records[rollout.complete[records]]
+        names = ("env", "reward", "target", "advantage", "first", "version")
+        learned[-1].append([getattr(rollout, name)[complete].tolist() for name in names])
+        return describe(rollout, records, *more)
+
+    describe = ver_ppo.describe_rollout
+    args = ["--env-id", "tests.envs:Count-v0", "--num-workers", "0", "--total-timesteps", "320", "--sampler", sampler]
+    args += ["--max-requests", "4" if sampler == "sync" else "3", "--debug"]
+    for stop in (None, calls):
+        learned.append([])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ver_ppo, "infer", stop_at(stop))
+            patch.setattr(ver_ppo, "describe_rollout", note)
+            status = ver_ppo.main(small(tmp_path / str(stop), *args))
+            if status:
+                assert status == 128 + signal.SIGTERM
+                (folder,) = run_folders(tmp_path / str(stop))
+                assert ver_ppo.main(["--resume", str(folder)]) == 0
+    whole, parts = ([column for rollout in rollouts for column in rollout] for rollouts in learned)
+    if sampler == "sync":
+        assert whole == parts
+    assert len(parts) == len(whole) == 5 * 6 and all(len(column) == 64 for column in parts)
+    steps = [list(zip(*rollout[:2])) for rollout in learned[1]]
+    assert sum(len(rollout) for rollout in steps) == 320
+
+
+def test_resume_with_another_environment(tmp_path):
+    """What belongs to the old environment is dropped; the weights go on."""
+    args = small(tmp_path, "--simulator", "builtin", "--image-size", "16", "--num-workers", "0", "--total-timesteps", "128")
+    assert ver_ppo.main(args) == 0
+    (folder,) = run_folders(tmp_path)
+    for change in (
+        ["--image-size", "17"],
+        ["--env-id", "flee"],
+        ["--seed", "9"],
+        ["--num-steps", "8"],
+        ["--sampler", "nover"],
+    ):
+        saved = ver_ppo.load_checkpoint(folder / "checkpoint.pt")["progress"]["step"]
+        assert ver_ppo.main(["--resume", str(folder), "--total-timesteps", str(saved + 64), "--debug", *change]) == 0
