@@ -1,6 +1,7 @@
-"""Draw the README's picture from a finished run: learning curve, and one validation episode from above.
+"""Draw the README's pictures from finished runs: learning curves, and one validation episode from above.
 
 python tests/benchmarks/picture.py RUN_FOLDER [RUN_FOLDER ...] --out notebooks/pictures/pointnav.png
+python tests/benchmarks/picture.py RUN_FOLDER --curves --title "Habitat" --out notebooks/pictures/habitat.png
 """
 
 import argparse
@@ -69,10 +70,32 @@ def draw(folders, out, seed):
     figure.savefig(out, dpi=110)
 
 
+def draw_curves(folder, out, title):
+    """Distance to the goal, and success and SPL, against steps."""
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3))
+    events = EventAccumulator(str(folder)).Reload()
+    for axis, names in zip(axes, (("distance_to_goal",), ("success", "spl"))):
+        for name in names:
+            points = events.Scalars(f"metrics/{name}")
+            axis.plot([p.step / 1e6 for p in points], [p.value for p in points], lw=1.2, label=name.replace("_", " "))
+        axis.set(xlabel="million steps", ylim=(0, None))
+        axis.grid(alpha=0.3)
+        axis.legend()
+    axes[0].set(ylabel="m at the end of an episode")
+    figure.suptitle(f"{title}: mean of the last 100 training episodes")
+    figure.tight_layout()
+    figure.savefig(out, dpi=100)
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="+", type=Path)
     parser.add_argument("--out", required=True)
     parser.add_argument("--seed", type=int, default=12)
+    parser.add_argument("--curves", action="store_true")
+    parser.add_argument("--title", default="")
     arguments = parser.parse_args()
-    draw(arguments.folders, arguments.out, arguments.seed)
+    if arguments.curves:
+        draw_curves(arguments.folders[0], arguments.out, arguments.title)
+    else:
+        draw(arguments.folders, arguments.out, arguments.seed)
