@@ -252,18 +252,13 @@ class Watch(StopSignal):
     rank's rollout ends as it is, if it has at least `min_steps`. A rank that cannot go on adds STOP: then all come to agree.
     """
 
+    second_ends = False  # torchrun may pass on a signal that has reached this rank already
+
     def __init__(self, ranks, collector, options):
         self.ranks, self.collector, self.counts_steps = ranks, collector, options.preemption == "optimal"
         self.min_steps = options.rollout_steps // 4 if options.preemption == "threshold" else 1
         self.rollout = 0
         self.begin_rollout(NO_LIMIT, 0.5)
-
-    def note(self, number, _frame):
-        """Unlike without ranks, a second signal ends nothing: torchrun may pass on what has reached this rank already."""
-        if number == signal.SIGUSR1:
-            self.save_wanted = True
-        else:
-            self.number = number
 
     def __exit__(self, *failure):
         super().__exit__()

@@ -280,7 +280,7 @@ class StopSignal:
     A second one finds the handlers from before, which end the run wherever it is. SIGUSR1 asks for a checkpoint.
     """
 
-    number, save_wanted = None, False
+    number, save_wanted, second_ends = None, False, True
 
     def __enter__(self):
         self.handlers = {number: signal.signal(number, self.note) for number in SIGNALS}
@@ -294,7 +294,7 @@ class StopSignal:
             self.save_wanted = True
         else:
             self.number = number
-            for stop in SIGNALS[:2]:
+            for stop in SIGNALS[:2] if self.second_ends else ():
                 signal.signal(stop, self.handlers[stop])
 
     def check(self):
@@ -304,7 +304,7 @@ class StopSignal:
 
 
 class EnvironmentFailure(Exception):
-    """An environment raised, hung or returned what is not finite, or a process has died; exit status 1."""
+    """Environments raised, hung or died too often, one gave a bad answer, or another process has died; exit status 1."""
 
 
 TINY, HUGE = math.ulp(0.0), sys.float_info.max
@@ -425,6 +425,7 @@ def choose_device(options):
 FORWARD_M, TURN_RAD, SUCCESS_M, STEP_LIMIT = 0.25, math.radians(10), 0.2, 500
 AGENT_RADIUS_M, CAMERA_HEIGHT_M, CEILING_M, DEPTH_RANGE_M = 0.18, 1.25, 2.5, 10.0
 NUM_PLANS = {"train": 256, "val": 64}  # a data set of floor plans, as Habitat has a data set of scenes
+GOAL_SPACE = gym.spaces.Box(-np.inf, np.inf, (3,), np.float32)  # distance in m, cos and sin of the bearing
 
 
 def ray_boxes(origin_2, direction_R2, boxes_K4):
@@ -542,8 +543,7 @@ class PointNav(gym.Env):
             "depth": gym.spaces.Box(0, 1, (image_size, image_size, 1), np.float32),
             "rgb": gym.spaces.Box(0, 255, (image_size, image_size, 3), np.uint8),
         }[camera]
-        goal = gym.spaces.Box(-np.inf, np.inf, (3,), np.float32)
-        self.observation_space = gym.spaces.Dict({camera: image, "goal": goal})
+        self.observation_space = gym.spaces.Dict({camera: image, "goal": GOAL_SPACE})
         self.action_space = gym.spaces.Discrete(4)
         slope = (np.arange(image_size) + 0.5) / image_size * 2 - 1  # of the rays: -1..1 is 90 degrees
         self.column_slope_W = -slope
@@ -743,12 +743,17 @@ def habitat_config(options, split):
     return habitat.get_config(path, [*overrides, *options.habitat_overrides])
 
 
+def habitat_episodes(options):
+    """The files of training and validation episodes."""
+    return [habitat_config(options, split).habitat.dataset.data_path.format(split=split) for split in ("train", "val")]
+
+
 def missing_for_habitat(options):
     """Why the options' environment cannot be had from Habitat, and how to mend it; None if it can."""
     try:
         import habitat_sim  # noqa: F401
 
-        data = [habitat_config(options, split).habitat.dataset.data_path.format(split=split) for split in ("train", "val")]
+        files = habitat_episodes(options)
     except ImportError as error:
         advice = "install habitat-sim from conda (aihabitat-nightly) or from source, then pip install habitat-lab"
         return f"{error.name} cannot be imported ({error}): {advice}"
@@ -756,7 +761,7 @@ def missing_for_habitat(options):
         reason = " ".join(str(error).split())[:200]
         return f"its configuration cannot be loaded ({reason}): look at --env-id and --habitat-overrides"
     advice = "download it, or name its place by --habitat-overrides habitat.dataset.data_path=..."
-    absent = [path for path in data if not os.path.exists(path)]
+    absent = [path for path in files if not os.path.exists(path)]
     return f"data set {absent[0]} is not there: {advice}" if absent else None
 
 
@@ -883,9 +888,6 @@ class HabitatEnv(gym.Env):
         self.gym_env.close()
 
 
-GOAL_SPACE = gym.spaces.Box(-np.inf, np.inf, (3,), np.float32)
-
-
 def scalars(info):
     """The numbers in nested measures, flat.
 
@@ -908,12 +910,11 @@ def check_habitat(options):
         return f"habitat-sim {habitat_sim.__version__} ({bullet} Bullet), habitat-lab {habitat.__version__}"
 
     def data_set():
-        config = habitat_config(options, "train").habitat.dataset
-        paths = [config.data_path.format(split=split) for split in ("train", "val")]
-        for path in (*paths, config.scenes_dir):
+        paths = [*habitat_episodes(options), habitat_config(options, "train").habitat.dataset.scenes_dir]
+        for path in paths:
             if not os.path.exists(path):
                 raise FileNotFoundError(f"{path} is not there")
-        return ", ".join([*paths, config.scenes_dir])
+        return ", ".join(paths)
 
     def steps():
         env, began = make_env(options, "train"), time.perf_counter()
@@ -1118,7 +1119,7 @@ class SmallCNN(nn.Module):
 
     def __init__(self, images, out_features):
         super().__init__()
-        self.images, stride = images, 4 if min(images.size) >= 32 else 2
+        self.images, self.out_features, stride = images, out_features, 4 if min(images.size) >= 32 else 2
         self.convolutions = nn.Sequential(
             orthogonal(nn.Conv2d(images.channels, 16, stride, stride)), nn.ReLU(),
             orthogonal(nn.Conv2d(16, 32, stride, stride)), nn.ReLU(),
@@ -1198,7 +1199,8 @@ class ResNet(nn.Module):
 
     def __init__(self, images, out_features, kind):
         super().__init__()
-        self.images, channels, layers = images, 32, [nn.AvgPool2d(2)]
+        self.images, self.out_features = images, out_features
+        channels, layers = 32, [nn.AvgPool2d(2)]
         if kind.modern:  # patches of 4x4 pixels (VER section 4)
             layers += [convolution(images.channels, channels, 4, 4, padding=0)]
         else:
@@ -1234,7 +1236,8 @@ class Vector(nn.Module):
         self.key, self.choices = key, int(space.n) if isinstance(space, gym.spaces.Discrete) else 0
         self.start = int(space.start) if self.choices else 0
         in_features = self.choices or math.prod(space.shape)
-        self.layers = orthogonal(nn.Linear(in_features, 32)) if linear else nn.Sequential(
+        self.out_features = 32 if linear else out_features
+        self.layers = orthogonal(nn.Linear(in_features, self.out_features)) if linear else nn.Sequential(
             orthogonal(nn.Linear(in_features, out_features)), nn.Tanh(),
             orthogonal(nn.Linear(out_features, out_features)), nn.Tanh(),
         )  # fmt: skip
@@ -1248,24 +1251,22 @@ class Vector(nn.Module):
 
 
 def build_encoders(spec, options):
-    """One encoder for all images of a size, and one for each vector, by name; and how many features they give together."""
-    hidden, kind = options.hidden_size, BACKBONES.get(options.encoder)
-    sizes = {key: image_layout(space)[1:3] for key, space in spec.observations.items() if is_image(space)}
-    encoders, features = {}, 0
+    """One encoder for all images of a size, and one for each vector, by name."""
+    hidden, kind, groups, encoders = options.hidden_size, BACKBONES.get(options.encoder), {}, nn.ModuleDict()
     for key, space in spec.observations.items():
-        if key not in sizes:
-            encoders[key], width = Vector(key, space, hidden // 2, kind is not None), 32 if kind else hidden // 2
-        elif options.encoder == "none" or sizes[key] in (sizes[other] for other in encoders if other in sizes):
-            continue
-        else:
-            images = Images({other: spec.observations[other] for other in sizes if sizes[other] == sizes[key]})
+        if is_image(space) and options.encoder != "none":
+            groups.setdefault(image_layout(space)[1:3], {})[key] = space
+    for key, space in spec.observations.items():
+        if not is_image(space):
+            encoders[key] = Vector(key, space, hidden // 2, linear=kind is not None)
+        elif group := groups.pop(image_layout(space)[1:3], None):  # the first image of its size brings the others along
+            images = Images(group)
             if kind and min(images.size) < 64:
                 raise UserError(f"--encoder {options.encoder} needs images of 64 x 64 at least: {key!r} has {images.size}")
-            encoders[key], width = ResNet(images, hidden, kind) if kind else SmallCNN(images, hidden), hidden
-        features += width
+            encoders[key] = ResNet(images, hidden, kind) if kind else SmallCNN(images, hidden)
     if not encoders:
         raise UserError(f"--encoder {options.encoder}: nothing is left to observe, choose another one")
-    return nn.ModuleDict(encoders), features
+    return encoders
 
 
 class MultiCategorical:
@@ -1307,7 +1308,8 @@ class Policy(nn.Module):
         hidden, self.choices = options.hidden_size, spec.discrete_actions
         if options.predict_std and self.choices:
             raise UserError("--predict-std is for continuous actions: leave it out")
-        self.encoders, features = build_encoders(spec, options)
+        self.encoders = build_encoders(spec, options)
+        features = sum(encoder.out_features for encoder in self.encoders.values())
         if self.choices:  # entry 0 is the start token, one table for all action numbers
             offset = torch.tensor([0, *np.cumsum([n + 1 for n in self.choices])[:-1]])
             self.register_buffer("token_offset_A", offset, persistent=False)
@@ -1341,11 +1343,11 @@ class Policy(nn.Module):
         features = [encoder(obs) for encoder in self.encoders.values()]
         return torch.cat([*features, self.embed(prev_action_BA, first_B)], dim=1)
 
-    def observe(self, obs, average):
-        """Let the image encoders' statistics take in these observations, and those of the other ranks."""
+    def observe(self, obs, index_B, average):
+        """Let the image encoders' statistics take in some of these observations, and those of the other ranks."""
         for encoder in self.image_encoders():
             if encoder.images.normalized and encoder.out.weight.requires_grad:  # one that is frozen stays as it is
-                encoder.images.observe(obs, average)
+                encoder.images.observe({key: obs[key][index_B] for key in encoder.images.layouts}, average)
 
     def image_encoders(self):
         """Those encoders that read images."""
@@ -1358,9 +1360,11 @@ class Policy(nn.Module):
             out, value_B = self.actor(core_BH), self.critic(core_BH).squeeze(-1)
         if self.choices:
             return MultiCategorical(out, self.choices), value_B
-        mean_BA, log_std_BA = out.chunk(2, dim=1) if self.log_std_A is None else (out, self.log_std_A.expand_as(out))
-        if self.log_std_A is None:
-            log_std_BA = (log_std_BA - 0.5).clamp(-5.0, 2.0)
+        if self.log_std_A is None:  # --predict-std
+            mean_BA, change_BA = out.chunk(2, dim=1)
+            log_std_BA = (change_BA - 0.5).clamp(-5.0, 2.0)
+        else:
+            mean_BA, log_std_BA = out, self.log_std_A.expand_as(out)
         normal = Normal(mean_BA, log_std_BA.exp(), validate_args=False)
         return Independent(normal, 1, validate_args=False), value_B
 
@@ -1964,7 +1968,7 @@ class Workers(ProcessGroup):
 
     def check(self):
         """Replace the processes that have died or hang. Raises EnvironmentFailure if that happens too often, or if an
-        environment returned what is not finite."""
+        environment gave a bad answer."""
         sent_at_N = self.transfer.sent_at.copy()  # read once: workers set it to 0 at any time
         overdue_N = (sent_at_N > 0) & (time.perf_counter() - sent_at_N > self.timeout_sec)
         for worker in range(self.num_workers):
@@ -2156,9 +2160,10 @@ class Collector(Shared):
     def restore(self, saved):
         """Go on from a snapshot, in the middle of its rollout; the workers will repeat the episodes' actions."""
         self.version[...] = saved["version"]
-        if rollout := self.rollout:
+        rollout = self.rollout
+        if rollout:
             rollout.policy_version[...] = self.version
-        if saved["records"] and rollout:
+        if rollout and saved["records"]:
             columns, carried, held = saved["records"]
             rollout.begin_with(self.version, columns, carried)
             env, complete = rollout.env[: rollout.size], rollout.complete[: rollout.size]
@@ -2918,8 +2923,8 @@ def learn(policy, optimizer, rollout, records, options, average=alone):
         for minibatch in cut_minibatches(order_S, begin_Q, permutation_Q, options.num_minibatches):
             packed = pack_sequences(*minibatch)
             logs.append(update_policy(policy, optimizer, rollout, records, targets, packed, options, average))
-    some = records[:: len(records) // 256 + 1]
-    policy.observe({key: part[torch.from_numpy(some).to(rollout.device)] for key, part in rollout.obs.items()}, average)
+    some = torch.from_numpy(records[:: len(records) // 256 + 1]).to(rollout.device)
+    policy.observe(rollout.obs, some, average)
     means = {name: torch.stack([log[name] for log in logs]).mean().item() for name in logs[0]}
     return {**means, "ver/importance_weight": float(weight_S[complete_S].mean())}
 
@@ -3032,11 +3037,6 @@ def load_checkpoint(path):
 OF_ENVIRONMENTS = {"env_id", "simulator", "habitat_overrides", "camera", "image_size", "seed", "action_delay"}
 
 
-def list_of(value):
-    """Tuples as lists: files do not keep the difference."""
-    return list(value) if isinstance(value, tuple) else value
-
-
 def load_run(policy, optimizer, options, rank=0, num_ranks=1):
     """Progress and this rank's collector snapshot of the run to resume; its weights and optimizer state are put in place.
     Raises UserError."""
@@ -3051,7 +3051,7 @@ def load_run(policy, optimizer, options, rank=0, num_ranks=1):
         raise UserError(f"the run to resume has {ranks} ranks, this one {num_ranks}: give torchrun --nproc-per-node {ranks}")
     snapshot = saved["collectors"][rank]
     snapshot["environments"] = [(episode, actions.numpy()) for episode, actions in snapshot["environments"]]
-    changed = {name for name, value in asdict(options).items() if list_of(saved["options"].get(name)) != list_of(value)}
+    changed = {name for name, value in asdict(options).items() if saved["options"].get(name) != value}
     if changed & {"num_steps", "sampler", *OF_ENVIRONMENTS}:
         snapshot["records"] = None  # a rollout is made differently now
     if changed & OF_ENVIRONMENTS:  # and what was done would now mean something else
@@ -3503,7 +3503,6 @@ def parse_options(argv, kind=Options):
     saved = {name: value for name, value in load_checkpoint(path)["options"].items() if name in known}
     saved |= {"resume": None, "checkpoint": None, "trace": None, "init_from": None, "reset_critic": False}
     saved["freeze_encoder"] &= given.checkpoint is None
-    saved = {name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()}
     options = tyro.cli(kind, args=argv, default=kind(**saved))
     for name, value in asdict(options).items():
         if value != saved.get(name, value) and name not in ("resume", "checkpoint"):

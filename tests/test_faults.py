@@ -9,7 +9,7 @@ import ver_ppo
 from virtual_clock import VirtualWorkers, build, collect, learn, observation_of, reward_of
 
 from tests.benchmarks import soak
-from tests.test_run import REMOTE, children, logged_values, run_folders, same, small
+from tests.test_run import REMOTE, children, fill_disk, logged_values, run_folders, same, small
 
 
 class LosingWorkers(VirtualWorkers):
@@ -156,11 +156,7 @@ def test_small_soak(tmp_path):
 
 def test_last_checkpoint_is_not_written(tmp_path, monkeypatch, capsys):
     """Training that could not be saved at its end has failed: exit status 1, after the evaluation."""
-
-    def fail(*args):
-        raise OSError("No space left on device")
-
-    monkeypatch.setattr(ver_ppo, "save_checkpoint", fail)
+    monkeypatch.setattr(ver_ppo, "save_checkpoint", fill_disk)
     args = small(
         tmp_path, "--env-id", "CartPole-v1", "--num-workers", "0", "--total-timesteps", "64", "--eval-episodes", "2"
     )

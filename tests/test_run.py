@@ -97,6 +97,11 @@ def wait_until(condition, seconds=60):
         time.sleep(0.05)
 
 
+def fill_disk(*args, **more):
+    """In the place of whatever writes."""
+    raise OSError("No space left on device")
+
+
 def is_collecting(process):
     """Whether this run's processes are there: itself, fork server, resource tracker, two workers."""
     return len(alive_in_group(process.pid)) >= 5
@@ -498,10 +503,7 @@ def test_full_disk_for_tensorboard(tmp_path, monkeypatch, capfd):
     """Curves that cannot be written are reported once; training goes on to the end."""
     from torch.utils.tensorboard import SummaryWriter
 
-    def fail(*args, **more):
-        raise OSError("No space left on device")
-
-    monkeypatch.setattr(SummaryWriter, "add_scalar", fail)
+    monkeypatch.setattr(SummaryWriter, "add_scalar", fill_disk)
     args = small(
         tmp_path, "--num-workers", "0", "--total-timesteps", "256", "--env-id", "CartPole-v1", "--eval-episodes", "2"
     )

@@ -23,7 +23,6 @@ matplotlib.use("Agg")
 def draw_episode(folder, seed):
     """A picture from the middle of a validation episode that this run's policy plays greedily, and the episode's result."""
     saved = ver_ppo.load_checkpoint(folder / "checkpoint.pt")
-    saved["options"]["sim_latency_spread"] = tuple(saved["options"]["sim_latency_spread"])
     options = replace(ver_ppo.Options(**saved["options"]), device="cpu")
     spec = ver_ppo.describe_env(options)
     policy = ver_ppo.Policy(spec, options)
