@@ -4,7 +4,8 @@ Simulators are slow and uneven, and a trainer that steps N of them in lock-step 
 waits: whichever environments have answered form the next inference batch, and a rollout ends when T x N steps are
 complete, no matter who contributed how many. What is still being simulated at that moment is carried over into the next
 rollout. The uneven experience is cut into mini-batches of equal size for a recurrent network, fast environments are
-weighted down, and PPO learns from data that (but for N steps at most) comes from the current policy.
+weighted down, and PPO learns from data that (but for N steps at most) comes from the current policy, or with --overlap from
+the one before it.
 
     python ver_ppo.py --env-id pointnav            trains, shows its progress, evaluates on unseen floor plans
     python ver_ppo.py --help                       explains every option
@@ -26,9 +27,21 @@ The processes and what passes between them (section 2.1, figure 2 of the paper):
 async or several --num-inference-workers, the upper half of the right box runs in processes of its own (`inference_process`),
 on the same buffers in shared memory, while the main process learns or waits.
 
+To read for the algorithm, an hour: `Policy.step` and `sequences`; the sections "Shared memory and rollout buffer" and
+"Environment workers" as far as `worker_process`; "Dynamic batching and inference"; "Collection and carry-over" as far as
+`carry_over`; `inline_rollouts`; the sections on sequences, returns and loss; `update` and `run_updates`. Leave out at first
+what concerns `lost`, `absent`, `trace` and async. The simulators, encoders, processes, checkpoints and logs can wait.
+
+Words: a *row* is an environment's place in `Transfer`. A *record* is one step, in a *slot* of the rollout: inference opens
+it (observation, memory, action, value), the environment's answer completes it (reward, and whether the episode ended). An
+open record is *in flight* if its action was sent; else it is *held*, and only its value counts, as bootstrap. *Carried*:
+opened in the rollout before. *Lost*: its environment had to be started again before it answered. The *version* of a policy
+is the number of updates before it. `records`, as an argument: slots, each environment's in time order.
+
 Shapes stand in the names: N environments, S steps of a rollout (T x N; the buffer has N slots more, for open records),
 Q sequences, M steps of a mini-batch, B any batch, H hidden units, L LSTM layers, A action numbers; in PointNav K boxes,
-R rays, C corners, P points, H x W pixels; in the pool of --sampler async P trajectories.
+R rays, C corners, P points, H x W pixels; in the pool of --sampler async P trajectories; in CPC|A P starts, T steps ahead,
+F futures, N negatives, D features. Columns of S entries may have the open records' N more.
 
 Papers: VER; DD-PPO (Wijmans et al. 2020); SF, Sample Factory (Petrenko et al. 2020); IMPALA (Espeholt et al. 2018).
 
@@ -109,7 +122,7 @@ class Options:
     simulator: Literal["auto", "builtin", "habitat"] = "auto"
     """of pointnav, flee and explore; auto: Habitat where it is installed and has the data set, else the built-in one"""
     habitat_overrides: tuple[str, ...] = ()
-    """changes of the habitat-lab configuration: `habitat.environment.max_episode_steps=300 ...`"""
+    """changes to the habitat-lab configuration: `habitat.environment.max_episode_steps=300 ...`"""
     check_habitat: bool = False
     """say what Habitat needs and what is missing, make one environment and step it; nothing else"""
     exp_name: str = "ver"
@@ -152,11 +165,11 @@ class Options:
     """another process collects the next rollout while this one learns: faster where simulators leave the learner's processor
     idle, for experience that is one update older (async always does so)"""
     num_inference_workers: int = 1
-    """processes that serve inference requests; the main process if it is one and nothing overlaps"""
+    """processes that serve inference requests; with 1 and no overlap, the main process itself"""
     num_steps: int = 128
     """T: a rollout is exactly T x N steps, T from each environment on average"""
     min_requests: int = 1
-    """smallest inference batch that is worth a wait of half an inference time (more can pay on a GPU, never did on a CPU)"""
+    """smaller batches wait for more requests, half an inference time at most (can pay on a GPU, never did on a CPU)"""
     max_requests: int = 256
     """largest inference batch: bounds the memory"""
 
@@ -215,7 +228,7 @@ class Options:
     freeze_encoder: bool = False
     """with --init-from: the image encoders do not learn"""
     reset_critic: bool = False
-    """with --init-from: all but the critic, which starts anew"""
+    """with --init-from: take all weights but the critic's"""
     eval_episodes: int = 200
     """episodes of the evaluation (0: none)"""
     greedy: bool = False
@@ -232,6 +245,8 @@ class Options:
         """S, complete steps of one rollout."""
         return self.num_steps * self.num_envs
 
+    # the next four are different in ver_multigpu.py
+
     @property
     def first_env(self):
         """Number of this process's first environment among those of all ranks (ver_multigpu.py)."""
@@ -244,7 +259,7 @@ class Options:
 
     @property
     def num_buffers(self):
-        """Rollout buffers: with overlap one is learned from while the other is filled."""
+        """Rollout buffers: two where one is learned from, or copied from, while the other is filled."""
         return 2 if self.overlap else 1
 
     @property
@@ -280,7 +295,8 @@ class StopSignal:
     A second one finds the handlers from before, which end the run wherever it is. SIGUSR1 asks for a checkpoint.
     """
 
-    number, save_wanted, second_ends = None, False, True
+    number, save_wanted = None, False
+    second_ends = True  # not in ver_multigpu.py: torchrun may pass on a signal that has already come
 
     def __enter__(self):
         self.handlers = {number: signal.signal(number, self.note) for number in SIGNALS}
@@ -294,8 +310,9 @@ class StopSignal:
             self.save_wanted = True
         else:
             self.number = number
-            for stop in SIGNALS[:2] if self.second_ends else ():
-                signal.signal(stop, self.handlers[stop])
+            if self.second_ends:
+                for stop in (signal.SIGINT, signal.SIGTERM):
+                    signal.signal(stop, self.handlers[stop])
 
     def check(self):
         """Raises Interrupted if a signal has come."""
@@ -308,7 +325,7 @@ class EnvironmentFailure(Exception):
 
 
 TINY, HUGE = math.ulp(0.0), sys.float_info.max
-RANGES = {  # smallest and largest value of single options; "auto" always goes
+RANGES = {  # smallest and largest value of single options; "auto" is always allowed
     **dict.fromkeys(("total_timesteps", "num_steps", "num_minibatches", "update_epochs", "checkpoint_interval"), (1, HUGE)),
     **dict.fromkeys(("learning_rate", "clip_coef", "max_grad_norm", "env_timeout"), (TINY, HUGE)),
     **dict.fromkeys(("eval_episodes", "max_worker_restarts", "sim_latency", "ent_coef", "vf_coef"), (0, HUGE)),
@@ -335,7 +352,7 @@ def validate_options(options):
         words = f"within {low}..{high}" if high < HUGE else words
         require(o, [(value == "auto" or low <= value <= high, name, f"must be {words}")])
     steps = f"--num-steps x --num-envs = {o.rollout_steps}"
-    needs_habitat = "goes with --simulator habitat or a habitat-lab YAML"
+    needs_habitat = "is only for --simulator habitat or a habitat-lab YAML"
     writable = not o.trace or os.access(Path(o.trace).parent, os.W_OK) and not os.path.isdir(o.trace)
     rules = [
         (all(0 <= sigma < 10 for sigma in o.sim_latency_spread), "sim_latency_spread", "must be three numbers within 0..10"),
@@ -357,7 +374,7 @@ def validate_options(options):
             "num_inference_workers",
             "needs environments in processes of their own: give --num-workers",
         ),
-        (not o.overlap or o.sampler != "async", "overlap", "goes with the other samplers: async always overlaps"),
+        (not o.overlap or o.sampler != "async", "overlap", "is only for the other samplers: async always overlaps"),
         (o.sampler != "sync" or o.max_requests >= o.num_envs, "max_requests", "must be at least --num-envs with sync"),
         (
             o.min_requests <= min(o.max_requests, o.num_envs),
@@ -376,7 +393,7 @@ def validate_options(options):
         (not o.freeze_encoder or o.init_from or o.resume, "freeze_encoder", "needs trained encoders: give --init-from"),
         (not o.freeze_encoder or o.encoder != "none", "freeze_encoder", "needs an encoder: --encoder none has no image"),
         (not o.reset_critic or o.init_from, "reset_critic", "needs --init-from"),
-        (o.simulator == "auto" or o.env_id in SIMULATED, "simulator", "goes with pointnav, flee and explore"),
+        (o.simulator == "auto" or o.env_id in SIMULATED, "simulator", "is only for pointnav, flee and explore"),
         (not o.habitat_overrides or may_use_habitat(o), "habitat_overrides", needs_habitat),
     ]
     require(o, rules + o.more_rules)
@@ -1083,7 +1100,7 @@ class Images(nn.Module):
         self.normalized = any(space.dtype == np.uint8 for space in spaces.values())
         moments_2C = torch.tensor([[0.0], [1.0]]).repeat(1, self.channels)  # means of value and square
         self.moments_2C = nn.Parameter(moments_2C, requires_grad=False)
-        self.rollouts = nn.Parameter(torch.zeros(()), requires_grad=False)  # that these are the means of
+        self.rollouts = nn.Parameter(torch.zeros(()), requires_grad=False)  # how many rollouts they are the means of
 
     def stack(self, obs):
         """B x channels x height x width, 0..1"""
@@ -1321,11 +1338,11 @@ class Policy(nn.Module):
         self.num_layers = options.lstm_layers if options.recurrent else 0
         self.state_shape = (2 * self.num_layers, hidden)
         self.core = nn.LSTM(in_features, hidden, self.num_layers) if options.recurrent else nn.Linear(in_features, hidden)
-        self.log_ent_coef = nn.Parameter(
+        self.log_ent_coef = nn.Parameter(  # learned, and saved, with the network
             torch.tensor(math.log(max(options.ent_coef, 1e-30))), options.target_entropy is not None
         )
         self.bf16 = options.bf16
-        self.skipped = 0  # mini-batches in a row whose gradient was not finite
+        self.skipped = 0  # mini-batches in a row whose gradient was not finite, as `update_policy` counts them
         outputs = sum(self.choices) or spec.action_numbers * (2 if options.predict_std else 1)
         self.actor = orthogonal(nn.Linear(hidden, outputs), 0.01)
         self.critic = orthogonal(nn.Linear(hidden, 1), 1.0)
@@ -1463,15 +1480,16 @@ def action_dtype(spec):
     return torch.int64 if spec.discrete_actions else torch.float32
 
 
+# int64(3): a tensor of three zeros; int64(()): a single one
 int64, boolean, float64 = (functools.partial(torch.zeros, dtype=kind) for kind in (torch.int64, torch.bool, torch.float64))
 
 
 class Shared:
-    """Tensors that several processes can work on: once shared, pickling hands them on without a copy.
+    """Tensors that several processes can work on: after `share`, pickling hands on the memory itself and not a copy.
 
-    Those in `host` become attributes as numpy arrays, which read and write single rows several times faster than tensors
-    do (single numbers have no dimension: write `x += 1`, `x[...] = 0`). Such an array is a view and pickling would copy it:
-    each process makes its own.
+    Tensors that are set as attributes stay tensors. Those given to __init__ by keyword appear as numpy arrays of that name,
+    which read and write single entries several times faster (one without dimensions must be written in place: `x += 1`,
+    `x[...] = 0`). Pickling would copy a numpy array: each process makes its own views.
     """
 
     def __init__(self, **host):
@@ -1524,15 +1542,17 @@ class Transfer(Shared):
             step_began=float64(num_envs),  # when the last step began, by perf_counter
             step_sec=float64(num_envs),  # what it took, a reset included
             sent_at=float64(num_envs),  # when the action was sent (or the start was asked for); 0 once there is an answer
-            lost=boolean(num_envs),  # the answer is not to that action: the environment had to be started again
+            lost=boolean(num_envs),  # `obs` does not answer `action`: the environment was started again in between
         )
 
 
 class Rollout(Shared):
-    """Linear buffer of step records, in the order in which inference wrote them (VER section 2.2).
+    """Linear buffer of step records (VER section 2.2).
 
-    S + N slots: S complete records and at the end one open record of each environment. What the network reads and writes
-    lives on the training device; what the host decides by (whose record, is it complete, ...) lives in numpy.
+    S + N slots: when a rollout ends, S records are complete and each environment has one that is open. Records that were
+    carried over come first, then the others as inference writes them; so those of one environment are in time order. What
+    the network reads and writes lives on the training device; what the host decides by (whose record, is it complete, ...)
+    lives in numpy.
     """
 
     SPENT = ("waiting_sec", "inference_sec", "simulation_sec", "batches", "served")  # counted until `describe_rollout` asks
@@ -1572,7 +1592,7 @@ class Rollout(Shared):
         return 0
 
     def columns(self):
-        """Every tensor and array that has one entry for each slot."""
+        """Every tensor and array that has one entry for each slot (of a Rollout), always in the same order."""
         values = [*self.obs.values(), *(v for v in vars(self).values() if isinstance(v, (torch.Tensor, np.ndarray)))]
         return [column for column in values if column.ndim]
 
@@ -1582,9 +1602,11 @@ class Rollout(Shared):
         size = len(columns[0])
         for new, old in zip(self.columns(), columns):
             new[:size] = old
-        self.complete[size:], self.policy_version[...] = False, version
-        self.size[...], self.carried = size, size if carried is None else carried
+        self.complete[size:] = False
         self.num_complete[...] = np.count_nonzero(self.complete)
+        self.size[...] = size
+        self.carried = size if carried is None else carried
+        self.policy_version[...] = version
 
 
 class Trajectories(Rollout):
@@ -1626,16 +1648,16 @@ class EnvironmentRow:
         self.env_delay = self.draw_delay(options.sim_latency_spread[1])
 
     def start(self, episode, actions):
-        """Begin `episode` and repeat these actions of it: an environment's state is its seed and its actions. The last one
-        was in flight when the run was stopped, and this is its answer."""
+        """Begin `episode` and repeat these actions of it: seed and actions determine an environment's state. The stopped run was
+        waiting for the answer to the last one."""
         self.episode = episode - 1
         self.reset()
-        lost = True  # whatever was asked before
+        lost = True  # without actions, the first observation: no answer to anything
         for number, action_A in enumerate(actions):
-            self.out.sent_at[self.row] = time.perf_counter()
+            self.out.sent_at[self.row] = time.perf_counter()  # --env-timeout is for each of them
             self.step(action_A)
             lost = number + 1 < len(actions)
-            if self.out.first[self.row]:  # if lost, a simulator that is not deterministic: go on from its new episode
+            if self.out.first[self.row]:  # too early: the simulator is not deterministic, go on from its new episode
                 break
         self.out.lost[self.row] = lost
 
@@ -1689,7 +1711,8 @@ class EnvironmentRow:
             self.write("obs", observation)
 
     def step_delayed(self, action):
-        """Answer to the action before this one; to the first of an episode, the first observation again."""
+        """Answer to the action before this one; to the first of an episode, the first observation again. An episode's last
+        action is never carried out."""
         self.simulate_ahead()
         answer = self.ahead or (self.observation, 0.0, False, False, {})
         self.ahead, self.delayed = None, action
@@ -1742,7 +1765,7 @@ class BadAnswer(ValueError):
     """An environment returned NaN, infinity or another shape than its space: a bug that starting it again would hide."""
 
 
-ANNOUNCE_SEC = 0.002  # an answer waits at most this long for its siblings in the same worker: one write for all of them
+ANNOUNCE_SEC = 0.002  # answers of one worker go out by one write until they have taken this long together
 
 
 def worker_process(group, commands, rows, options, split, spec, transfer, starts):
@@ -1822,28 +1845,35 @@ class ProcessGroup:
         methods = mp.get_all_start_methods()
         self.context = mp.get_context(start_method or ("forkserver" if "forkserver" in methods else "spawn"))
         self.context.set_forkserver_preload(["torch", "gymnasium", "tyro", "tqdm"])
-        if self.context.get_start_method() == "forkserver":  # without it nobody could be killed: it must outlive signals
+        if self.context.get_start_method() == "forkserver":  # it reaps the processes that we kill: no signal may end it
             handlers = {number: signal.signal(number, signal.SIG_IGN) for number in SIGNALS[1:]}
             multiprocessing.forkserver.ensure_running()
             for number, handler in handlers.items():
                 signal.signal(number, handler)
         self.announced, self.announce = self.context.Pipe(duplex=False)
-        os.set_blocking(self.announced.fileno(), False)  # of several processes that wake, one gets the numbers
+        os.set_blocking(
+            self.announced.fileno(), False
+        )  # several may wake for the same numbers: who comes too late must not wait
         self.error = torch.zeros(num_numbers, 8192, dtype=torch.uint8).share_memory_()
-        self.__setstate__({"commands": []})
+        self.commands = []
+        self.watch()
 
     def __getstate__(self):  # what another process can use
         return {name: value for name, value in vars(self).items() if name not in ("processes", "context", "poller")}
 
     def __setstate__(self, state):
         vars(self).update(state)
+        self.watch()
+
+    def watch(self):
+        """Be ready to hear of announcements, and of the processes that will be started here."""
         self.processes, self.poller = [], select.poll()
         self.poller.register(self.announced, select.POLLIN)
 
     def start(self, name, function, commands, *args):
         """Start function(group, commands, *args) in a new process."""
         group = copy.copy(self)
-        group.commands = []  # or the pipes would not end with this process
+        group.commands = []  # who held the writing ends could not see the end of its own pipe
         args = (function, group, commands, *args)
         process = self.context.Process(target=process_body, args=args, name=name, daemon=True)
         try:
@@ -1934,7 +1964,7 @@ class Workers(ProcessGroup):
             self.inboxes.append(inbox)  # kept: commands outlive the process that they were for
             self.commands.append(command)
             self.start_worker(worker, starts)
-        self.send(range(options.num_envs))
+        self.send(range(options.num_envs))  # all shall start
 
     def __getstate__(self):  # what another process can use: it does not supervise
         return {name: value for name, value in super().__getstate__().items() if name not in ("inboxes", "args")}
@@ -1951,11 +1981,11 @@ class Workers(ProcessGroup):
 
     def send(self, rows):
         """Tell the workers that the actions of these rows are in place, or that their environments shall start."""
-        rows_of = {}
+        by_worker = {}
         for row in rows:
-            rows_of.setdefault(row % self.num_workers, []).append(row)
+            by_worker.setdefault(row % self.num_workers, []).append(row)
         self.transfer.sent_at[list(rows)] = time.perf_counter()
-        for worker, mine in rows_of.items():
+        for worker, mine in by_worker.items():
             write_numbers(self.commands[worker], mine)
 
     def receive(self, timeout_sec):
@@ -1997,7 +2027,10 @@ class Workers(ProcessGroup):
         while self.inboxes[worker].poll():
             read_numbers(self.inboxes[worker])
         owed = [row for row in rows if self.transfer.sent_at[row] > 0]
-        self.start_worker(worker, {row: (int(self.transfer.episode[row]) + 2, []) for row in rows})
+        anew = {
+            row: (int(self.transfer.episode[row]) + 2, []) for row in rows
+        }  # +2: what failed may be the reset to the next
+        self.start_worker(worker, anew)
         self.processes[worker] = self.processes.pop()  # the new one, in the place of the old one
         if owed:
             self.send(owed)
@@ -2029,7 +2062,7 @@ class InlineWorkers:
                 raise EnvironmentFailure(reason) from None
             self.restarts.note(reason)
             self.environments[row] = self.make(row)
-            self.serve(row, int(self.transfer.episode[row]) + 2, [])
+            self.serve(row, int(self.transfer.episode[row]) + 2, [])  # it may have failed in the reset to the next episode
 
     def send(self, rows):
         """Step these environments now."""
@@ -2086,22 +2119,22 @@ class Collector(Shared):
         self.next_beat_sec = 0.0 if options.debug else math.inf
         self.lock, self.trace = contextlib.nullcontext(), None
         self.rollout = None  # the buffer that this process fills; None where others do
-        self.resumed = False  # in the middle of the current rollout, which says nothing of speed then
+        self.resumed = False  # the current rollout began before a stop: its times say nothing
         self.inference_sec = 1e-3  # of one batch, running mean
         self.state_N = torch.zeros(num_envs, *policy.state_shape, device=device)  # before the environment's next step
         self.prev_action_N = torch.zeros(num_envs, spec.action_numbers, dtype=action_dtype(spec), device=device)
         super().__init__(
             open_slot_N=int64(num_envs) - 1,  # the slot of each environment's open record; -1: none
             held_N=boolean(num_envs),  # its open record is a bootstrap value: no action was sent
-            absent_N=boolean(num_envs),  # it is held, in a resumed run, and has not been started yet
+            absent_N=boolean(num_envs),  # it is held in a resumed run, and is still repeating its actions
             steps_N=int64(num_envs),  # complete steps in this rollout
             request_N=int64(num_envs),  # order of those that have answered and wait for inference; 0: does not wait
             requests=int64(()),  # so far
             version=int64(()),  # of the policy: updates so far
-            began=float64(()),  # when this rollout did
-            served_at=float64(()) + time.perf_counter(),  # when requests were taken last, or a rollout began
+            began=float64(()),  # when this rollout did; this and the next two for ver_multigpu.py
             completed_at_N=float64(num_envs),  # when each environment's last step was
-            preempted=boolean(()),  # this rollout shall end as it is (ver_multigpu.py)
+            preempted=boolean(()),  # this rollout shall end as it is
+            served_at=float64(()) + time.perf_counter(),  # when requests were taken last, or a rollout began
             episode_N=int64(num_envs),
             sent_N=int64(num_envs),  # actions since that episode began ...
             history_NTA=torch.zeros(num_envs, REPLAY_LIMIT, spec.action_numbers, dtype=action_dtype(spec)),  # ... and which
@@ -2143,12 +2176,12 @@ class Collector(Shared):
         return [torch.as_tensor(column[slots]).cpu() for column in self.rollout.columns()], carried, held
 
     def skip_episodes(self):
-        """Let a resumed run begin new episodes everywhere, past the one that failed, in its course or at its reset."""
+        """A resumed run shall begin new episodes everywhere, past the one that failed, be it at the next reset."""
         self.episode_N += 2
         self.sent_N[:] = 0
 
     def environments(self):
-        """For each environment its episode, and the actions sent since that began; none and the next if too many."""
+        """For each environment its episode and the actions sent in it; past REPLAY_LIMIT, the next episode and none."""
         too_long_N = self.sent_N > REPLAY_LIMIT
         lengths = np.where(too_long_N, 0, self.sent_N)
         episodes = (self.episode_N + too_long_N).tolist()
@@ -2184,10 +2217,10 @@ class Collector(Shared):
 def await_requests(collector):
     """Wait until there are requests: dynamic batching (VER section 2.1) takes whatever has come; `sync` waits for all N.
 
-    If there are fewer than --min-requests, wait for more, but only half an inference time: that long, one larger batch is
-    cheaper than two small ones. Raises EnvironmentFailure if there is none within --env-timeout and a minute, and
-    Interrupted after Ctrl-C or SIGTERM. Where several serve requests, returns after a moment even if there are none: another
-    one may have ended the rollout; and at once if the rollout is preempted. Returns the seconds it took.
+    Fewer than --min-requests wait for more, but only half an inference time: that long, one larger batch is cheaper than two
+    small ones. Where several processes serve requests, it returns after 5 ms even without any, because another one may have
+    ended the rollout; in a rollout that is preempted, after `poll_sec`. Returns the seconds it took. Raises
+    EnvironmentFailure if no request comes within --env-timeout and a minute, Interrupted after Ctrl-C or SIGTERM.
     """
     began = time.perf_counter()
     receive(collector, 0)
@@ -2206,13 +2239,14 @@ def await_requests(collector):
 
 
 def missing_requests(collector):
-    """Whether there are too few requests to infer: none, or in lock-step not all of those that are not done."""
+    """Whether inference must go on waiting: for a first request, or in lock-step for all environments that are not held."""
     needed = np.count_nonzero(~collector.held_N) if collector.lock_step else 1
     return np.count_nonzero(collector.request_N) < needed
 
 
 def receive(collector, timeout_sec):
-    """Note the requests of environments that have answered. A signal comes before the failures that it may cause."""
+    """Note the requests of environments that have answered. Raises Interrupted if a signal has come, even if workers have
+    failed too: the signal may have killed them."""
     try:
         rows = collector.workers.receive(timeout_sec)
     finally:
@@ -2220,7 +2254,7 @@ def receive(collector, timeout_sec):
     if rows:
         with collector.lock:
             collector.absent_N[rows] = False
-            note_requests(collector, [row for row in rows if not collector.held_N[row]])
+            note_requests(collector, [row for row in rows if not collector.held_N[row]])  # carry_over will note the others
     if time.perf_counter() > collector.next_beat_sec:
         collector.next_beat_sec = time.perf_counter() + HEARTBEAT_SEC
         tqdm.write(f"collecting: {progress_of(collector)}", file=sys.stderr)
@@ -2291,35 +2325,36 @@ def collect_rollout(policy, rollout, collector):
         waiting_sec = await_requests(collector)
         began = time.perf_counter()
         with collector.lock:
-            rows = take_requests(collector, limit=rollout.steps - rollout.num_complete)
+            rows = take_requests(collector, limit=rollout.steps - rollout.num_complete)  # each may complete one record
             closed, slots = claim_slots(rollout, collector, rows)
             held_B = collector.held_N[rows]
         if len(rows):
             bootstrap_truncated(policy, rollout, collector, rows, closed)
             action_BA, after_B = write_records(policy, rollout, collector, rows, slots, rollout.policy_version)
-            if not held_B.any():
+            if not held_B.any():  # nearly always
                 send_actions(collector, rows, action_BA, after_B)
             elif not held_B.all():
                 sent_B = torch.from_numpy(~held_B)
                 send_actions(collector, rows[~held_B], action_BA[sent_B], after_B[sent_B])
-        account(rollout, collector, len(held_B), waiting_sec, began)
+        account(rollout, collector, len(rows), waiting_sec, began)
 
 
 def claim_slots(rollout, collector, rows):
-    """Complete the rows' records and give each row the next slot for a new one; returns both. Under the lock: whoever
-    completes the S-th record ends the rollout, once."""
+    """Complete the rows' records and give each row a slot for its next one. Returns the completed slots (-1: none) and the
+    new ones. Under the lock: whoever completes the S-th record ends the rollout, once."""
     closed, lost = complete_records(rollout, collector, rows)
-    slots = int(rollout.size) + np.cumsum(~lost) - 1
-    slots[lost] = collector.open_slot_N[rows[lost]]
+    slots = collector.open_slot_N[rows]  # the slot of a lost step is used again
+    slots[~lost] = np.arange(rollout.size, rollout.size + np.count_nonzero(~lost))
     rollout.size += np.count_nonzero(~lost)
     collector.open_slot_N[rows] = slots
+    # an action is held if the rollout is complete, or (nover, sync) its environment has given T steps
     collector.held_N[rows] = (rollout.num_complete == rollout.steps) | (collector.steps_N[rows] >= collector.quota)
     return closed, slots if lost.any() else slice(rollout.size - len(rows), int(rollout.size))  # a slice is faster
 
 
 def complete_records(rollout, collector, rows):
-    """Put the rewards and end flags that arrived into the rows' open records. Returns their slots, -1 for rows of which
-    nothing was completed, and which rows have lost the step that they were asked for.
+    """Put the rewards and end flags that arrived into the rows' open records. Returns for each row the slot that was
+    completed, -1 if none was, and whether the step that it was asked for is lost.
 
     A row without an open record brings the first observation of all. One whose environment had to be started again brings
     the first observation of another episode: its open record never gets an answer, and its slot is used again.
@@ -2329,16 +2364,16 @@ def complete_records(rollout, collector, rows):
     for slot, row in zip(closed[lost], rows[lost]):
         cut_off(rollout, slot, row)
     closed[lost] = -1
-    slots, complete = closed[closed >= 0], rows[closed >= 0]
+    done_slots, done_rows, transfer = closed[closed >= 0], rows[closed >= 0], collector.transfer
     for name in ("reward", "terminated", "truncated", "result"):
-        getattr(rollout, name)[slots] = getattr(collector.transfer, name)[complete]
-    rollout.complete[slots] = True
-    rollout.num_complete += len(slots)
-    collector.steps_N[complete] += 1
-    collector.completed_at_N[complete] = time.perf_counter()
-    rollout.simulation_sec += collector.transfer.step_sec[complete].sum()
+        getattr(rollout, name)[done_slots] = getattr(transfer, name)[done_rows]
+    rollout.complete[done_slots] = True
+    rollout.num_complete += len(done_slots)
+    collector.steps_N[done_rows] += 1
+    collector.completed_at_N[done_rows] = time.perf_counter()
+    rollout.simulation_sec += transfer.step_sec[done_rows].sum()
     if collector.trace:
-        for row, began, sec in zip(complete, collector.transfer.step_began[complete], collector.transfer.step_sec[complete]):
+        for row, began, sec in zip(done_rows, transfer.step_began[done_rows], transfer.step_sec[done_rows]):
             collector.trace.span("environments", row, "step", began, sec)
     return closed, lost
 
@@ -2357,18 +2392,19 @@ def bootstrap_truncated(policy, rollout, collector, rows, closed):
     memory of that episode (Pardo et al. 2018)."""
     truncated = collector.transfer.truncated[rows] & (closed >= 0)
     if truncated.any():
-        rollout.final_value[closed[truncated]] = infer(policy, collector, rows[truncated], "final_obs")[2]
+        _, _, value_B, _ = infer(policy, collector, rows[truncated], "final_obs")
+        rollout.final_value[closed[truncated]] = value_B
 
 
 def write_records(policy, rollout, collector, rows, slots, version):
     """Infer, and write one new open record for each row; returns their actions and the recurrent states after the step."""
     (obs, state_B, prev_action_B), distribution, value_B, after_B = infer(policy, collector, rows)
     action_BA = distribution.sample()
-    parts = {"state": state_B, "prev_action": prev_action_B, "value": value_B, "action": action_BA}
-    parts["log_prob"] = distribution.log_prob(action_BA)
-    for columns, new in ((rollout.obs, obs), (vars(rollout), parts)):
-        for name, part in new.items():
-            columns[name][slots] = part.to(columns[name].dtype)
+    for key, part in obs.items():
+        rollout.obs[key][slots] = part
+    rollout.state[slots], rollout.prev_action[slots] = state_B, prev_action_B
+    rollout.value[slots], rollout.action[slots] = value_B, action_BA
+    rollout.log_prob[slots] = distribution.log_prob(action_BA)
     rollout.final_value[slots], rollout.lost[slots] = 0.0, False
     rollout.env[slots], rollout.version[slots], rollout.complete[slots] = rows, version, False
     rollout.first[slots] = collector.transfer.first[rows]
@@ -2408,16 +2444,19 @@ def account(rollout, collector, batch_size, waiting_sec, began):
 def carry_over(previous, rollout, collector):
     """Begin a rollout with the records whose actions are still in flight (VER section 2.2, "Inflight actions").
 
-    They keep the old policy's action, log-probability, value and version, which PPO's ratio accounts for; so nothing
-    that was simulated is lost. Records whose action was held back are dropped: they were only bootstrap values, and their
-    environments wait for inference again. `previous` may be the same buffer. Nobody else is at work between two rollouts.
+    They keep the action, log-probability, value and version of the policy that acted, and PPO's ratio accounts for its age;
+    so nothing that was simulated is lost. Records that are held are dropped: they were only bootstrap values, and their
+    environments wait for inference again, by the new policy. `previous` may be the same buffer. Called between two
+    rollouts, when nobody else is at work.
     """
     slots, held = collector.in_flight(), np.flatnonzero(collector.held_N)
-    collector.open_slot_N[held], collector.held_N[:], collector.steps_N[:] = -1, False, 0
-    note_requests(collector, held[~collector.absent_N[held]])
     rollout.begin_with(collector.version, [column[slots] for column in previous.columns()])
+    collector.open_slot_N[held] = -1
     collector.open_slot_N[rollout.env[: len(slots)]] = np.arange(len(slots))
-    collector.preempted[...], collector.resumed = False, False
+    collector.held_N[:] = False
+    collector.steps_N[:] = 0
+    note_requests(collector, held[~collector.absent_N[held]])
+    collector.preempted[...] = collector.resumed = False
 
 
 @torch.inference_mode()
@@ -2451,8 +2490,9 @@ def collect_trajectories(actors, pool, collector, finished):
 
 
 def claim_trajectory_slots(pool, collector, rows):
-    """Complete the rows' records and give each row its next slot, in a new trajectory if the last one is full; returns the
-    rows, those slots and these. Under the lock. Rows for which no trajectory is free go on waiting."""
+    """Complete the rows' records and give each row its next slot, in a new trajectory if the last one is full. Rows for
+    which none is free go on waiting. Returns the others, their completed slots (-1: none) and their new ones. Under the
+    lock."""
     before = collector.open_slot_N[rows]
     begins = (before < 0) | pool.is_last(before) & ~collector.transfer.lost[rows]
     free = np.flatnonzero(pool.free_P)
@@ -2490,8 +2530,8 @@ def check_rollout(rollout, steps=None):
         assert (slots < rollout.carried).sum() <= 1, f"environment {e}: one record at most was in flight"
     fresh = used & (np.arange(len(env)) >= rollout.carried)
     assert (rollout.version[fresh] == version).all(), "new records come from the current policy"
-    older = rollout.version[: rollout.carried] < max(1, version)  # before the first update, overlapping rollouts share one
-    again = rollout.first[: rollout.carried]  # or the slot of a lost step was used again
+    older = rollout.version[: rollout.carried] < max(1, version)  # two overlapping rollouts are collected by version 0
+    again = rollout.first[: rollout.carried]  # the slot of a lost step was used again
     assert (older | again).all(), "carried records come from older policies"
 
 
@@ -2530,8 +2570,8 @@ def check_trajectories(pool, records, version):
 class InferenceWorkers(ProcessGroup):
     """Processes that serve requests while this one learns or waits (--num-inference-workers, --overlap, --sampler async).
 
-    They act by copies of the weights in shared memory. Of these there are two, and `publish` writes the one that nobody
-    reads: it was replaced a whole update ago.
+    They act by copies of the weights in shared memory: version v is copy v % 2. `publish` writes the other copy, by which
+    nobody has acted since the update before, and then counts the version up.
     """
 
     def __init__(self, policy, rollouts, collector, spec, options, starts):
@@ -2628,7 +2668,8 @@ def inference_process(group, commands, worker, weights, rollouts, collector, spe
         nn.utils.vector_to_parameters(vector, actor.parameters())  # as views: they change with what is published
     if weights.is_cuda:
         torch.cuda.set_device(weights.device)
-    torch.manual_seed(episode_seed("train", options.seed, options.first_env, 64 * (1 + int(collector.version)) + worker))
+    number = 64 * (1 + int(collector.version)) + worker  # there are no more than 64
+    torch.manual_seed(episode_seed("train", options.seed, options.first_env, number))
     with contextlib.ExitStack() as stack:
         try:
             if collector.workers is None:
@@ -2654,10 +2695,10 @@ def inline_rollouts(policy, rollouts, collector):
     buffers = itertools.cycle([*rollouts[1:], rollouts[0]])
     while True:
         torch.set_num_threads(1)  # the workers want the cores now
-        collector.workers.check()  # `receive` asks for answers first
+        collector.workers.check()  # `receive` would not see who has died before all answers are read
         rollout = collector.rollout
         collect_rollout(policy, rollout, collector)
-        yield rollout, np.arange(rollout.size)
+        yield rollout, np.arange(rollout.size)  # meanwhile `learn`: what follows belongs to the new policy
         collector.rollout = next(buffers)
         carry_over(rollout, collector.rollout, collector)
 
@@ -2670,7 +2711,7 @@ def remote_rollouts(inference, rollouts, overlap):
     while True:
         inference.await_numbers(inference.num_workers)
         finished = rollout
-        if overlap:
+        if overlap:  # the next one is collected while this one is learned from, so by the policy before
             rollout = inference.collect(finished, rollouts, next(numbers))
         yield finished, np.arange(finished.size)
         if not overlap:
@@ -2693,25 +2734,25 @@ def finished_trajectories(inference, pool):
 
 
 def find_sequences(env_S, first_S, complete_S):
-    """Complete slots environment by environment in time order, and where in that order the Q sequences begin.
-
-    A sequence begins where a rollout begins for an environment, and where an episode begins (VER section 2.2); and behind an
-    open record, where another trajectory of the environment begins (--sampler async).
+    """Positions of the complete records, environment by environment in time order, and where in that order the Q sequences
+    begin: with an environment's first record in the rollout, with an episode (VER section 2.2), and after an open record,
+    with which a trajectory of --sampler async ends.
 
     >>> env, first = np.array([0, 1, 0, 1, 0]), np.array([False, True, True, False, False])
-    >>> find_sequences(env, first, np.array([True, True, True, True, False]))  # slot 4 is open
+    >>> find_sequences(env, first, np.array([True, True, True, True, False]))  # the last record is open
     (array([0, 2, 1, 3]), array([0, 1, 2]))
     """
     order = np.argsort(env_S, kind="stable")
     complete, new_env = complete_S[order], np.diff(env_S[order], prepend=-1) != 0
-    begins = first_S[order] | new_env | ~np.append(True, complete[:-1])
+    after_open = np.append(False, ~complete[:-1])
+    begins = new_env | first_S[order] | after_open
     return order[complete], np.flatnonzero(begins[complete])
 
 
 def cut_minibatches(order_S, begin_Q, permutation_Q, num_minibatches):
     """Lay the shuffled sequences end to end and cut them into mini-batches of equal size (VER section 2.2, figure 3B).
 
-    Returns a list of (slots_M, begin_Q): the second says where in the mini-batch sequences begin. A sequence that a cut
+    Returns a list of (positions_M, begin_Q): the second says where in the mini-batch sequences begin. A sequence that a cut
     splits goes on in the next mini-batch, as a sequence that starts from its stored recurrent state.
 
     >>> cut_minibatches(np.array([0, 2, 1, 3]), np.array([0, 1, 2]), [2, 0, 1], 2)
@@ -2719,32 +2760,31 @@ def cut_minibatches(order_S, begin_Q, permutation_Q, num_minibatches):
     """
     sequences = np.split(order_S, begin_Q[1:])
     shuffled = [sequences[q] for q in permutation_Q]
-    slots_S = np.concatenate(shuffled)
-    begins_S = np.zeros(len(slots_S), bool)
-    begins_S[np.cumsum([0] + [len(sequence) for sequence in shuffled[:-1]])] = True
+    positions_S = np.concatenate(shuffled)
+    begins_S = np.concatenate([np.arange(len(sequence)) == 0 for sequence in shuffled])
     minibatches = []
-    for slots_M, begins_M in zip(np.split(slots_S, num_minibatches), np.split(begins_S, num_minibatches)):
+    for positions_M, begins_M in zip(np.split(positions_S, num_minibatches), np.split(begins_S, num_minibatches)):
         begins_M[0] = True
-        minibatches.append((slots_M, np.flatnonzero(begins_M)))
+        minibatches.append((positions_M, np.flatnonzero(begins_M)))
     return minibatches
 
 
-def pack_sequences(slots_M, begin_Q):
+def pack_sequences(positions_M, begin_Q):
     """Arrange sequences as a PackedSequence (VER section 2.2, figure 3C): all first steps, then all second steps, ...
 
-    Returns the slots in that order, the number of sequences that are still running at each time, and the slots of the
-    sequences' first steps (their stored states start the LSTM), longest sequence first.
+    Returns the positions in that order, the number of sequences that are still running at each time, and the positions of
+    the sequences' first steps (their stored states start the LSTM), longest sequence first.
 
     >>> pack_sequences(np.array([7, 4, 5, 6]), np.array([0, 1]))
     (array([4, 7, 5, 6]), tensor([2, 1, 1]), array([4, 7]))
     """
-    length_Q = np.diff(begin_Q, append=len(slots_M))
+    length_Q = np.diff(begin_Q, append=len(positions_M))
     longest_first_Q = np.argsort(-length_Q, kind="stable")
-    rank_Q = np.empty_like(longest_first_Q)
-    rank_Q[longest_first_Q] = np.arange(len(rank_Q))
-    time_M = np.arange(len(slots_M)) - np.repeat(begin_Q, length_Q)
-    by_time_M = np.lexsort((np.repeat(rank_Q, length_Q), time_M))
-    return slots_M[by_time_M], torch.from_numpy(np.bincount(time_M)), slots_M[begin_Q[longest_first_Q]]
+    rank_Q = np.argsort(longest_first_Q)  # the inverse permutation
+    time_M = np.arange(len(positions_M)) - np.repeat(begin_Q, length_Q)
+    by_time_M = np.lexsort((np.repeat(rank_Q, length_Q), time_M))  # the last key counts first
+    batch_sizes = torch.from_numpy(np.bincount(time_M))
+    return positions_M[by_time_M], batch_sizes, positions_M[begin_Q[longest_first_Q]]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -2757,19 +2797,20 @@ def compute_advantages(
 ):
     """Value targets and advantages over the linear buffer; all arrays have one entry for each slot, in time order.
 
-    Walks the slots backwards and keeps, for each environment, what follows its next earlier step. An open record brings
-    the bootstrap value. *terminated*: nothing follows. *truncated*: the final observation's value follows, and no
-    advantage. Returns float32 targets and advantages; in open slots these are the value and 0.
+    Walks backwards. For each environment `next_value` is the value of its following step, and `next_excess` by how much that
+    step's target exceeds its value (in plain GAE, that step's advantage). An open record has its value and excess 0: the
+    bootstrap. *terminated*: nothing follows. *truncated*: the final observation's value follows, with excess 0. Returns
+    float32 targets and advantages; those of open records are their value and 0.
 
-    This is generalized advantage estimation. With `ratio`, the probability of each action under the policy that learns and
-    the one that acted, it is V-trace (Espeholt et al. 2018, section 4.1): a temporal difference counts min(rho_max, ratio)
-    for the target, and what follows a step counts min(c_max, ratio). The step's own advantage is not multiplied by its
-    ratio, because PPO's objective is.
+    This is generalized advantage estimation. With `ratio`, an action's probability under the policy that learns divided by
+    that under the one that acted, it is V-trace (Espeholt et al. 2018, section 4.1): a temporal difference counts
+    min(rho_max, ratio) for the target, and what follows a step counts min(c_max, ratio). The step's own advantage is not
+    multiplied by its ratio, because PPO's objective is.
     """
     num_envs = int(env.max()) + 1
-    next_value, next_excess = [0.0] * num_envs, [0.0] * num_envs  # excess: of the target over the value
-    rho, c = (np.broadcast_to(np.minimum(maximum, ratio), value.shape) for maximum in (rho_max, c_max))
-    columns = (env, complete, reward, value, terminated, truncated, final_value, rho, c)
+    next_value, next_excess = [0.0] * num_envs, [0.0] * num_envs
+    rho_S, c_S = (np.broadcast_to(np.minimum(maximum, ratio), value.shape) for maximum in (rho_max, c_max))
+    columns = (env, complete, reward, value, terminated, truncated, final_value, rho_S, c_S)
     slots = list(zip(*(column.tolist() for column in columns)))
     target_S, advantage_S = np.array(value, np.float32), np.zeros(len(slots), np.float32)
     for slot in range(len(slots) - 1, -1, -1):
@@ -2782,7 +2823,7 @@ def compute_advantages(
             next_excess[e] = rho * delta + gamma * gae_lambda * c * next_excess[e]
             target_S[slot] = v + next_excess[e]
         else:
-            next_excess[e] = 0.0
+            next_excess[e] = 0.0  # only its value is known
         next_value[e] = v
     return target_S, advantage_S
 
@@ -2793,8 +2834,8 @@ def importance_weights(env_S, complete_S, num_envs, maximum=1.0):
     An environment that gave K_e of the S steps was sampled K_e / S of the time instead of 1 / N, so each of its steps
     weighs min(maximum, (S / N) / K_e). Slow environments are not weighted up.
 
-    >>> importance_weights(np.array([0, 0, 0, 1]), np.ones(4, bool), num_envs=2) * 3
-    array([2., 2., 2., 3.], dtype=float32)
+    >>> importance_weights(np.array([0, 0, 0, 0, 1, 2]), np.ones(6, bool), num_envs=3)
+    array([0.5, 0.5, 0.5, 0.5, 1. , 1. ], dtype=float32)
     """
     count_N = np.bincount(env_S[complete_S], minlength=num_envs)
     weight_N = np.minimum(maximum, count_N.sum() / num_envs / np.maximum(count_N, 1))
@@ -2813,7 +2854,7 @@ def ppo_loss(distribution, value_M, batch, log_ent_coef, options):
 
     `batch` holds M old actions, log-probabilities, advantages, returns and weights. The entropy coefficient
     exp(log_ent_coef) is fixed, or with --target-entropy learned under the constraint entropy >= target (VER section 4):
-    it grows while the entropy is below. Returns the loss and a dictionary of what to log.
+    it grows while the plain mean of the entropy is below. Returns the loss and a dictionary of what to log.
     """
     weight_M = batch["weight"]
     log_ratio_M = distribution.log_prob(batch["action"]) - batch["log_prob"]
@@ -2849,17 +2890,19 @@ def cpc_futures(batch_sizes):
     how many steps later the futures are, P x CPC_FUTURES, with their positions.
     """
     length_Q = (batch_sizes[:, None] > torch.arange(int(batch_sizes[0]))).sum(0)
-    offset_T = batch_sizes.cumsum(0) - batch_sizes
+    begin_of_time = batch_sizes.cumsum(0) - batch_sizes
     sequence_P = torch.arange(len(length_Q))[length_Q > 1].repeat_interleave(CPC_STARTS)[:, None]
     last_P = length_Q[sequence_P] - 1
     time_P = (torch.rand(len(sequence_P), 1) * last_P).long()
     later_PF = 1 + (torch.rand(len(sequence_P), CPC_FUTURES) * (last_P - time_P).clamp(max=CPC_HORIZON)).long()
     action_time_PT = torch.minimum(time_P + torch.arange(CPC_HORIZON), last_P)
-    start_P, action_PT, future_PF = (offset_T[time] + sequence_P for time in (time_P, action_time_PT, time_P + later_PF))
+    start_P, action_PT, future_PF = (
+        begin_of_time[time] + sequence_P for time in (time_P, action_time_PT, time_P + later_PF)
+    )
     return start_P[:, 0], action_PT, later_PF, future_PF
 
 
-def cpc_loss(policy, features_MF, core_MH, action_MA, batch_sizes):
+def cpc_loss(policy, features_MD, core_MH, action_MA, batch_sizes):
     """Action-conditional contrastive prediction over packed sequences (Guo et al. 2018; VER section 4 adds it to PPO).
 
     The memory after a step is followed through the actions taken since; then a classifier must tell the features that were
@@ -2875,8 +2918,8 @@ def cpc_loss(policy, features_MF, core_MH, action_MA, batch_sizes):
         memories.append(memory_PH)
     memory_PFH = torch.stack(memories, dim=1).gather(1, (later_PF - 1)[..., None].expand(-1, -1, core_MH.shape[1]))
     other_PFN = torch.randint(len(core_MH), (*future_PF.shape, CPC_NEGATIVES)).to(core_MH.device)
-    positive = policy.cpc(memory_PFH, features_MF[future_PF])
-    negative = policy.cpc(memory_PFH[:, :, None].expand(-1, -1, CPC_NEGATIVES, -1), features_MF[other_PFN])
+    positive = policy.cpc(memory_PFH, features_MD[future_PF])
+    negative = policy.cpc(memory_PFH[:, :, None].expand(-1, -1, CPC_NEGATIVES, -1), features_MD[other_PFN])
     return nn.functional.softplus(-positive).mean() + nn.functional.softplus(negative).mean()
 
 
@@ -2897,18 +2940,20 @@ def compute_targets(policy, rollout, records, options):
     return {"losses/explained_variance": 1 - float(error)}
 
 
-def alone(tensors):
-    """Average these tensors over all processes that learn together: a single one has nothing to do (ver_multigpu.py has)."""
+def average_alone(tensors):
+    """Average these tensors over all processes that learn together: nothing to do in a run of one (ver_multigpu.py has)."""
 
 
-def learn(policy, optimizer, rollout, records, options, average=alone):
-    """Update the policy from these records of a rollout: --update-epochs passes over all mini-batches. Returns what to log.
+def learn(policy, optimizer, rollout, records, options, average=average_alone):
+    """Update the policy from these records of a rollout: --update-epochs passes over all mini-batches; then the running
+    statistics of images take in some of them. `average` works in place on a list of tensors. Returns what to log.
+
     Mini-batches whose gradient is not finite are skipped; raises FloatingPointError at the third in a row.
     """
     env_S, complete_S, advantage_S = rollout.env[records], rollout.complete[records], rollout.advantage[records]
     weight_S = importance_weights(env_S, complete_S, rollout.num_envs)
     if options.sampler == "async":
-        weight_S[:] = 1.0
+        weight_S[:] = 1.0  # trajectories of T steps, all alike
     if options.norm_adv:
         moments = torch.tensor([(advantage_S[complete_S].astype(float) ** power).mean() for power in (1, 2)])
         average([moments])
@@ -2916,15 +2961,15 @@ def learn(policy, optimizer, rollout, records, options, average=alone):
         advantage_S = (advantage_S - np.float32(mean)) / np.float32(math.sqrt(max(0.0, square - mean**2)) + 1e-8)
     targets = {"advantage": advantage_S, "return": rollout.target[records], "weight": weight_S}
     targets = {name: torch.from_numpy(column).to(rollout.device) for name, column in targets.items()}
-    order_S, begin_Q = find_sequences(env_S, rollout.first[records], complete_S)
+    order_S, begin_Q = find_sequences(env_S, rollout.first[records], complete_S)  # positions in `records` from here on
     logs = []
     for _ in range(options.update_epochs):
         permutation_Q = torch.randperm(len(begin_Q)).numpy()
         for minibatch in cut_minibatches(order_S, begin_Q, permutation_Q, options.num_minibatches):
             packed = pack_sequences(*minibatch)
             logs.append(update_policy(policy, optimizer, rollout, records, targets, packed, options, average))
-    some = torch.from_numpy(records[:: len(records) // 256 + 1]).to(rollout.device)
-    policy.observe(rollout.obs, some, average)
+    sample = torch.from_numpy(records[:: len(records) // 256 + 1]).to(rollout.device)
+    policy.observe(rollout.obs, sample, average)
     means = {name: torch.stack([log[name] for log in logs]).mean().item() for name in logs[0]}
     return {**means, "ver/importance_weight": float(weight_S[complete_S].mean())}
 
@@ -2936,10 +2981,10 @@ def off_policy(policy, rollout, records, value_S, options):
     ratio_S, value_S = np.ones_like(value_S), value_S.copy()
     order_S, begin_Q = find_sequences(rollout.env[records], rollout.first[records], rollout.complete[records])
     for minibatch in cut_minibatches(order_S, begin_Q, np.arange(len(begin_Q)), options.num_minibatches):
-        packed = pack_sequences(*minibatch)
+        positions_M, *_ = packed = pack_sequences(*minibatch)
         distribution, value_M, _, batch = run_sequences(policy, rollout, records, packed)
-        value_S[packed[0]] = value_M.cpu()
-        ratio_S[packed[0]] = (distribution.log_prob(batch["action"]) - batch["log_prob"]).exp().cpu()
+        value_S[positions_M] = value_M.cpu()
+        ratio_S[positions_M] = (distribution.log_prob(batch["action"]) - batch["log_prob"]).exp().cpu()
     return ratio_S, value_S
 
 
@@ -2957,12 +3002,13 @@ def run_sequences(policy, rollout, records, packed):
 
 def update_policy(policy, optimizer, rollout, records, targets, packed, options, average):
     """One optimizer step on one packed mini-batch; none if the gradient is not finite."""
+    positions_M, batch_sizes, _ = packed
     distribution, value_M, memory, batch = run_sequences(policy, rollout, records, packed)
-    index_M = torch.from_numpy(packed[0]).to(rollout.device)
+    index_M = torch.from_numpy(positions_M).to(rollout.device)
     batch |= {name: column[index_M] for name, column in targets.items()}
     loss, logs = ppo_loss(distribution, value_M, batch, policy.log_ent_coef, options)
     if policy.cpc:
-        prediction_loss = cpc_loss(policy, *memory, batch["action"], packed[1])
+        prediction_loss = cpc_loss(policy, *memory, batch["action"], batch_sizes)
         loss, logs["losses/cpc"] = loss + CPC_COEF * prediction_loss, prediction_loss.detach()
     optimizer.zero_grad()
     loss.backward()
@@ -3295,7 +3341,7 @@ def act(policy, collector, rows, greedy):
     """Compute and send the actions of these rows without recording anything."""
     _, distribution, _, after_B = infer(policy, collector, rows)
     send_actions(collector, rows, distribution.mode if greedy else distribution.sample(), after_B)
-    collector.open_slot_N[rows] = 0  # an answer is awaited
+    collector.open_slot_N[rows] = 0  # any but -1: an answer is awaited
 
 
 def report_evaluation(policy, spec, options, folder):
@@ -3452,9 +3498,12 @@ def run_updates(run, policy, optimizer, collector, rollouts, spec, options, snap
                             run.save(policy, optimizer, collector, options)
                     collector.stop.check()
                     run.save(policy, optimizer, collector, options)
-                except (Interrupted, FloatingPointError) as error:  # at once: who sent the signal may be impatient
+                except (
+                    Interrupted,
+                    FloatingPointError,
+                ) as error:  # saved while processes still run: who sent the signal may be impatient
                     if isinstance(error, FloatingPointError):
-                        collector.rollout = None  # a part of it has been learned from: go on without it
+                        collector.rollout = None  # it was learned from in part: go on without it
                     run.give_up(policy, optimizer, collector, options)
                     raise
         except EnvironmentFailure:  # when all processes have ended: one that died may have held the lock

@@ -1,6 +1,8 @@
 """Environment workers under a virtual clock: the shipped collection code runs on them without processes and without time."""
 
+import contextlib
 import heapq
+import os
 
 import numpy as np
 import torch
@@ -18,14 +20,16 @@ class VirtualWorkers:
     def __init__(self, num_envs, duration, ending=lambda row, step: None, inference_sec=0.0, start_sec=lambda row: 0.0):
         self.transfer, self.duration, self.ending = ver_ppo.Transfer(SPEC, num_envs), duration, ending
         self.now, self.inference_sec, self.events = 0.0, inference_sec, []
-        self.steps_N, self.received = [-1] * num_envs, []
+        self.steps_N, self.received, self.spans = [-1] * num_envs, [], []
         for row in range(num_envs):
             heapq.heappush(self.events, (start_sec(row), row))
 
     def send(self, rows):
         self.now += self.inference_sec
         for row in rows:
-            heapq.heappush(self.events, (self.now + self.duration(row, self.steps_N[row]), row))
+            took = self.duration(row, self.steps_N[row])
+            self.spans.append((row, self.now, took))
+            heapq.heappush(self.events, (self.now + took, row))
 
     def check(self):
         pass
@@ -82,3 +86,53 @@ def learn(policy, optimizer, rollout, options):
     records = np.arange(rollout.size)
     logs = ver_ppo.compute_targets(policy, rollout, records, options)
     return logs | ver_ppo.learn(policy, optimizer, rollout, records, options)
+
+
+class VirtualLearner:
+    """Stands in for the learner of --sampler async: learns from N finished trajectories at a time, while collecting goes on,
+    gives them back afterwards, and ends it all after so many updates."""
+
+    def __init__(self, workers, pool, collector, learning_sec, updates):
+        self.workers, self.pool, self.collector = workers, pool, collector
+        self.learning_sec, self.updates = learning_sec, updates
+        self.waiting, self.phases, self.learning = [], [], None  # the trajectories that are being learned from
+        self.read_end, self.finished = (os.fdopen(fd, mode, buffering=0) for fd, mode in zip(os.pipe(), ("rb", "wb")))
+        os.set_blocking(self.read_end.fileno(), False)
+
+    def check(self):
+        """Called wherever collection looks for a signal."""
+        with contextlib.suppress(BlockingIOError):
+            self.waiting += ver_ppo.read_numbers(self.read_end)
+        if not self.pool.free_P.any():  # environments wait for the learner, and time goes on
+            until = [time for time, _ in self.workers.events[:1]] + [self.phases[-1][0] + self.learning_sec]
+            self.workers.now = max(self.workers.now, min(until))
+        if self.learning and self.workers.now >= self.phases[-1][0] + self.learning_sec:
+            self.pool.free_P[self.learning], self.learning = True, None
+            self.collector.version += 1
+            if len(self.phases) == self.updates:
+                raise ver_ppo.Interrupted(0)
+        if not self.learning and len(self.waiting) >= self.pool.num_envs:
+            self.learning, self.waiting = self.waiting[: self.pool.num_envs], self.waiting[self.pool.num_envs :]
+            self.phases.append((self.workers.now, self.learning_sec))
+
+
+def run(sampler, duration, num_envs, num_steps, updates, inference_sec=0.0, learning_sec=0.0):
+    """Collect with a sampler, and learn for `learning_sec`, so many times. Returns the steps that were learned from, the
+    seconds that it took, and what happened when: the steps (environment, begin, seconds) and the learning (begin, seconds).
+    """
+    workers = VirtualWorkers(num_envs, duration, inference_sec=inference_sec)
+    policy, rollout, collector = build(workers, num_envs, num_steps, sampler=sampler)
+    if sampler == "async":
+        pool = ver_ppo.Trajectories(SPEC, rollout.steps, num_envs, policy.state_shape, torch.device("cpu"))
+        learner = collector.stop = VirtualLearner(workers, pool, collector, learning_sec, updates)
+        with contextlib.suppress(ver_ppo.Interrupted):
+            ver_ppo.collect_trajectories([policy, policy], pool, collector, learner.finished)
+        phases = learner.phases
+    else:
+        phases = []
+        for _ in range(updates):
+            collect(policy, rollout, collector)
+            phases.append((workers.now, learning_sec))
+            workers.now += learning_sec
+            collector.count_update()
+    return updates * rollout.steps, sum(phases[-1]), workers.spans, phases

@@ -1,0 +1,151 @@
+"""Drawing for the notebooks and for the README's pictures: what they have in common and nothing that they teach."""
+
+import json
+import sys
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+from matplotlib.patches import Patch, Rectangle
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "notebooks" / "results"  # written by tests/benchmarks/results.py
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # the scripts, and the virtual clock of the tests
+import ver_ppo  # noqa: E402
+import virtual_clock  # noqa: E402
+
+# Okabe and Ito's colours: they differ for the colour-blind, and on white and on grey
+BLUE, ORANGE, GREEN, RED, PURPLE, SKY, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#8C8C8C"
+COLORS = (BLUE, ORANGE, GREEN, RED, PURPLE, SKY)
+
+
+def setup():
+    """Small pictures with a background of their own, legible on light and dark pages; the same random numbers every time."""
+    plt.rcParams.update({"figure.facecolor": "white", "figure.dpi": 80, "font.size": 10, "axes.grid": False})
+    plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "savefig.facecolor": "white"})
+    plt.rcParams["axes.prop_cycle"] = plt.cycler(color=COLORS)
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+
+
+def match(predicted, computed, tolerance=1e-6):
+    """Print whether the computed numbers are those that were predicted. Raises AssertionError if not."""
+    predicted, computed = np.asarray(predicted), np.asarray(computed)
+    same = predicted.shape == computed.shape
+    same = same and (np.allclose(predicted, computed, rtol=tolerance, atol=tolerance) if computed.dtype != object else False)
+    with np.printoptions(precision=4, suppress=True, threshold=24, edgeitems=6):
+        print(f"predicted {predicted}\ncomputed  {computed}\nmatch: {same}")
+    assert same
+
+
+def legend(axis, colors, **more):
+    """What the colours mean: a dictionary from word to colour."""
+    axis.legend(handles=[Patch(color=color, label=word) for word, color in colors.items()], frameon=False, **more)
+
+
+SAMPLERS = {"sync": GREY, "nover": ORANGE, "ver": BLUE, "async": PURPLE}
+
+
+def timeline(axis, num_envs, steps, phases, title):
+    """What every environment and the learner did when: `steps` (environment, begin, seconds), `phases` (begin, seconds)."""
+    names = {"simulating a step": BLUE, "in flight while the policy changes": GREEN, "learning": RED}
+    for env, begin, sec in steps:
+        in_flight = any(begin < phase < begin + sec for phase, _ in phases)
+        color = names["in flight while the policy changes" if in_flight else "simulating a step"]
+        axis.broken_barh([(begin, sec)], (env - 0.4, 0.8), facecolor=color, edgecolor="white", linewidth=0.5)
+    axis.broken_barh(phases, (num_envs - 0.4, 0.8), facecolor=names["learning"])
+    axis.set(ylim=(num_envs + 0.6, -0.6), yticks=range(num_envs + 1), xlabel="seconds")
+    axis.set_yticklabels([*(f"environment {env}" for env in range(num_envs)), "learner"], fontsize=8)
+    axis.set_title(title, fontsize=10, loc="left")
+    return names
+
+
+def compare_samplers(seconds_NK, num_steps, updates, inference_sec, learning_sec):
+    """Timelines of all samplers on the same step times, below each other: figure 1 of the VER paper, computed."""
+    figure, axes = plt.subplots(len(SAMPLERS), 1, figsize=(9, 8), sharex=True, layout="constrained")
+    costs = {"inference_sec": inference_sec, "learning_sec": learning_sec}
+    for axis, sampler in zip(axes, SAMPLERS):
+        run = virtual_clock.run(sampler, lambda e, k: seconds_NK[e, k], len(seconds_NK), num_steps, updates, **costs)
+        learned, sec, steps, phases = run
+        title = f"{sampler}: {learned} steps learned from in {sec:.0f} seconds, {learned / sec:.2f} a second"
+        names = timeline(axis, len(seconds_NK), [step for step in steps if step[1] < sec], phases, title)
+        axis.axvline(sec, color="black", lw=1)
+        axis.set_xlabel("seconds" if axis is axes[-1] else "")
+    figure.legend(*zip(*[(Patch(color=color), name) for name, color in names.items()]), ncol=3, loc="outside lower center")
+    return figure
+
+
+def cells(axis, row, columns, colors, texts, size=9):
+    """Squares in a row, each with a colour and a text: slots of a buffer."""
+    for column, color, text in zip(columns, colors, texts):
+        axis.add_patch(Rectangle((column, row), 0.94, 0.9, facecolor=color, edgecolor="white"))
+        axis.text(column + 0.47, row + 0.43, text, ha="center", va="center", fontsize=size, color="white")
+
+
+def grid_for_cells(axis, columns, rows):
+    """An empty board for `cells`, row 0 at the top."""
+    axis.set(xlim=(-0.1, columns), ylim=(rows, -0.1), aspect="equal", xticks=[], yticks=[])
+    axis.spines[:].set_visible(False)
+
+
+def band(axis, x, values_KX, color, label):
+    """Mean of K seeds, and the range from the lowest to the highest."""
+    values_KX = np.asarray(values_KX)
+    axis.plot(x, values_KX.mean(axis=0), color=color, label=label)
+    axis.fill_between(x, values_KX.min(axis=0), values_KX.max(axis=0), color=color, alpha=0.2, lw=0)
+
+
+def load_result(task):
+    """What tests/benchmarks/results.py has kept of a task's runs."""
+    return json.loads((RESULTS / f"{task}.json").read_text())
+
+
+def curves(result, tag):
+    """A curve of all K seeds on the steps of the first one: X steps, K x X values."""
+    found = [run["curves"][tag] for run in result["runs"]]
+    steps_X = np.array(found[0][0])
+    return steps_X, np.stack([np.interp(steps_X, *curve) for curve in found])
+
+
+# ------------------------------------------------------------------------------------------------------------ PointNav
+
+
+def load_policy(folder):
+    """Policy and options of a finished run."""
+    path = Path(folder) / "checkpoint.pt"
+    saved = ver_ppo.load_checkpoint(path)
+    options = ver_ppo.replace(ver_ppo.Options(**saved["options"]), device="cpu")
+    policy = ver_ppo.Policy(ver_ppo.describe_env(options), options)
+    ver_ppo.load_policy(policy, saved, path)
+    return policy, options
+
+
+@torch.inference_mode()
+def play(policy, env, seed, greedy=False):
+    """Play one episode: yields the environment after every step, and its last `info` is in `env.info`."""
+    observation, _ = env.reset(seed=seed)
+    state, action, first = torch.zeros(1, *policy.state_shape), torch.zeros(1, 1, dtype=torch.int64), torch.tensor([True])
+    ended = False
+    while not ended:
+        obs = {key: torch.from_numpy(part)[None] for key, part in observation.items()}
+        distribution, _, state = policy.step(obs, action, first, state)
+        action, first = distribution.mode if greedy else distribution.sample(), torch.tensor([False])
+        observation, _, terminated, truncated, env.info = env.step(action.item())
+        ended = terminated or truncated
+        yield env
+
+
+def plan_view(axis, env):
+    """A floor plan from above: the shortest path from the start, the path that was walked, and where it ended."""
+    plan, start = env.plan, env.path[0]
+    for box, (x0, y0, x1, y1) in enumerate(plan.boxes_K4):
+        axis.add_patch(Rectangle((x0, y0), x1 - x0, y1 - y0, color="#444444" if box < plan.num_walls else "#B0B0B0", lw=0))
+    position, env.position = env.position, start
+    axis.plot(*np.array(env.shortest_path()).T, color=GREEN, lw=3, alpha=0.6)
+    env.position = position
+    axis.plot(*np.array(env.path).T, color=BLUE, lw=1.5)
+    axis.plot(*env.goal, "*", color=GREEN, ms=14)
+    axis.plot(*start, "o", color=BLUE, ms=5)
+    axis.plot(*position, "X", color=RED, ms=8)
+    axis.set(xlim=(-0.1, plan.size[0] + 0.1), ylim=(-0.1, plan.size[1] + 0.1), aspect="equal", xticks=[], yticks=[])

@@ -1,0 +1,170 @@
+"""What ver_ppo.py learns: trains, keeps what came out in small files, and makes the README's table from them.
+
+    python tests/benchmarks/results.py train                     every task below; about an hour on two cores
+    python tests/benchmarks/results.py train pointnav --seeds 1  one of them
+    python tests/benchmarks/results.py table                     prints the table that stands in README.md
+    python tests/benchmarks/results.py pictures                  draws notebooks/pictures/pointnav.png
+
+A run is the command line in its file, notebooks/results/TASK.json, which also says on what machine it ran, how long it
+took, what its evaluation printed, and its curves; PointNav's also the 300 validation episodes, the same for all, that the
+finished policy played with sampled actions.
+"""
+
+import argparse
+import json
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import matplotlib
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "notebooks"))
+import draw  # noqa: E402
+import ver_ppo  # noqa: E402
+
+CUE = "tests.envs:Cue-v0 --num-workers 0 --learner-threads 1 --num-steps 64 --hidden-size 32 --total-timesteps 150000"
+CUE += " --learning-rate 3e-3 --gae-lambda 1 --update-epochs 4 --norm-adv --greedy"
+CONTROL = (
+    "--num-workers 0 --learner-threads 1 --num-envs 8 --update-epochs 10 --norm-adv --vf-coef 0.01 --ent-coef 0 --greedy"
+)
+TASKS = {  # what it is, arguments, results to show
+    "pointnav": ("`pointnav`, 64×64 depth, 64 unseen floor plans", "pointnav", ("success", "spl")),
+    "pointnav-blind": ("the same without the camera", "pointnav --encoder none", ("success", "spl")),
+    "CartPole-v1": (
+        "`CartPole-v1`, 100 k steps",
+        f"CartPole-v1 --num-steps 32 --total-timesteps 99840 --num-minibatches 1 --gamma 0.98 --gae-lambda 0.8 {CONTROL}",
+        ("return",),
+    ),
+    "Pendulum-v1": (
+        "`Pendulum-v1`, 400 k steps",
+        f"Pendulum-v1 --no-recurrent --num-steps 256 --total-timesteps 400000 --num-minibatches 8 --gamma 0.9 {CONTROL}",
+        ("return",),
+    ),
+    "cue": ("memory: a cue, asked for 10 steps later; right answers", CUE, ("return",)),
+    "cue-feed-forward": ("the same without the LSTM (chance: 0.5)", CUE + " --no-recurrent", ("return",)),
+}
+TAGS = ("charts/episodic_return", "charts/episodic_length", "metrics/success", "metrics/spl", "metrics/distance_to_goal")
+POINTS, EPISODES = 60, 300
+
+
+def command_of(task):
+    """The command line, without the seed."""
+    return f"python ver_ppo.py --env-id {TASKS[task][1]}"
+
+
+def train(task, seed):
+    """One run from its command to the end: what is kept of it."""
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = shlex.split(command_of(task))[1:] + ["--seed", str(seed), "--runs-dir", folder]
+        done = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(done.stderr[-3000:])
+        minutes = (time.perf_counter() - began) / 60
+        line = done.stdout.strip().splitlines()[-1]
+        evaluation = {name: [float(mean), float(error)] for name, mean, error in re.findall(r"(\w+) (\S+) ± ([\d.]+)", line)}
+        run = next(Path(folder).iterdir())
+        kept = {"seed": seed, "minutes": round(minutes, 2), "evaluation": evaluation, "curves": read_curves(run)}
+        if task.startswith("pointnav"):
+            kept["episodes"] = play_episodes(run)
+    return kept
+
+
+def read_curves(run):
+    """The curves of TensorBoard, a few points of each: tag -> [steps, values]."""
+    events, curves = EventAccumulator(str(run)).Reload(), {}
+    for tag in set(TAGS) & set(events.Tags()["scalars"]):
+        points = events.Scalars(tag)
+        points = [points[i] for i in np.unique(np.linspace(0, len(points) - 1, POINTS).astype(int))]
+        curves[tag] = [[point.step for point in points], [round(point.value, 4) for point in points]]
+    return dict(sorted(curves.items()))
+
+
+def play_episodes(run):
+    """Validation episodes of the finished policy: geodesic distance from start to goal, success and SPL of each."""
+    torch.manual_seed(0)
+    policy, options = draw.load_policy(run)
+    env, episodes = ver_ppo.make_env(options, "val"), {"geodesic": [], "success": [], "spl": []}
+    for episode in range(EPISODES):
+        *_, last = draw.play(policy, env, ver_ppo.episode_seed("val", 0, 0, episode))
+        for name, value in (("geodesic", last.start_geodesic), ("success", last.info["success"]), ("spl", last.info["spl"])):
+            episodes[name].append(round(float(value), 3))
+    return episodes
+
+
+def machine():
+    """What these runs ran on."""
+    model = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()) if Path("/proc/cpuinfo").exists() else []
+    return f"{len(os.sched_getaffinity(0))} cores of {(model or [platform.processor()])[0]}, torch {torch.__version__}"
+
+
+def train_all(tasks, seeds):
+    """Train and write one file for each task."""
+    draw.RESULTS.mkdir(exist_ok=True)
+    for task in tasks:
+        runs = [train(task, seed) for seed in seeds]
+        result = {"task": task, "command": command_of(task), "machine": machine(), "runs": runs}
+        (draw.RESULTS / f"{task}.json").write_text(dump(result) + "\n")
+        print(task, *(run["evaluation"] for run in runs), sep="\n  ", flush=True)
+
+
+def dump(result):
+    """JSON that shows in a diff what has changed: one line for each list of numbers."""
+    return re.sub(r"\[[^][{}]*\]", lambda found: " ".join(found[0].split()), json.dumps(result, indent=1))
+
+
+def table():
+    """The README's table: mean and range over the seeds of what each one's evaluation found."""
+    lines = ["| task | seeds | evaluation: mean (lowest–highest) | minutes each |", "|---|---|---|---|"]
+    for task, (words, _, names) in TASKS.items():
+        runs = draw.load_result(task)["runs"]
+        cells = []
+        for name in names:
+            values = [run["evaluation"][name][0] for run in runs]
+            digits = 0 if abs(values[0]) > 20 else 3
+            shown = [f"{value:.{digits}f}".replace("-", "−") for value in (np.mean(values), min(values), max(values))]
+            cells.append(f"{name.replace('spl', 'SPL')} {shown[0]} ({shown[1]}–{shown[2]})")
+        minutes = np.mean([run["minutes"] for run in runs])
+        lines.append(f"| {words} | {len(runs)} | {', '.join(cells)} | {minutes:.1f} |")
+    commands = [f"    {draw.load_result(task)['command']}  # --seed 1, 2, 3" for task in TASKS]
+    return "\n".join([*lines, "", f"On {draw.load_result('pointnav')['machine']}, by these commands:", "", *commands])
+
+
+def pictures():
+    """Success and SPL of pointnav, with the camera and without."""
+    matplotlib.use("Agg")
+    draw.setup()
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3), sharey=True)
+    for axis, tag in zip(axes, ("success", "spl")):
+        for task, color, label in (("pointnav", draw.BLUE, "depth camera"), ("pointnav-blind", draw.ORANGE, "blind")):
+            steps, values_KX = draw.curves(draw.load_result(task), f"metrics/{tag}")
+            draw.band(axis, steps / 1e6, values_KX, color, label)
+        axis.set(xlabel="million steps", title=f"{tag.replace('spl', 'SPL')}, last 100 training episodes", ylim=(0, 1))
+    axes[0].legend(frameon=False, loc="lower right")
+    figure.tight_layout()
+    figure.savefig(ROOT / "notebooks" / "pictures" / "pointnav.png", dpi=100)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("train", "table", "pictures"))
+    parser.add_argument("tasks", nargs="*", default=[], choices=[[], *TASKS])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    arguments = parser.parse_args()
+    if arguments.what == "train":
+        train_all(arguments.tasks or TASKS, arguments.seeds)
+    elif arguments.what == "table":
+        print(table())
+    else:
+        pictures()
