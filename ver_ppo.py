@@ -975,7 +975,8 @@ def make_env(options, split, render_mode=None, number=0):
         elif options.env_id in SIMULATED:
             env = PointNav(split, options.camera, options.image_size, render_mode)
         else:
-            return gym.make(options.env_id, render_mode=render_mode, disable_env_checker=True)
+            more = {"render_mode": render_mode} if render_mode else {}  # not all environments take it
+            return gym.make(options.env_id, disable_env_checker=True, **more)
         return TransferTask(env, options.env_id) if options.env_id in ("flee", "explore") else env
     except Exception as error:  # whatever the environment's own code raises
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
