@@ -15,7 +15,7 @@ The processes and what passes between them (section 2.1, figure 2 of the paper):
 
       environment worker 0 ... W-1                  main process: inference worker and learner by turns
     +------------------------------+   row numbers   +------------------------------------------------------+
-    | take rows that have actions, | ==============> | take_requests -> infer -> rollout records -> send    |
+    | take rows that have actions, | ==============> | take_requests -> complete -> infer -> write -> send  |
     | step, write the answer into  |  one pipe, all  |      ... until S records are complete, then ...      |
     | the environment's own row    |  workers write  | returns -> sequences -> packed mini-batches -> PPO   |
     +------------------------------+                 +------------------------------------------------------+
@@ -27,21 +27,23 @@ The processes and what passes between them (section 2.1, figure 2 of the paper):
 async or several --num-inference-workers, the upper half of the right box runs in processes of its own (`inference_process`),
 on the same buffers in shared memory, while the main process learns or waits.
 
-To read for the algorithm, an hour: `Policy.step` and `sequences`; the sections "Shared memory and rollout buffer" and
-"Environment workers" as far as `worker_process`; "Dynamic batching and inference"; "Collection and carry-over" as far as
-`carry_over`; `inline_rollouts`; the sections on sequences, returns and loss; `update` and `run_updates`. Leave out at first
-what concerns `lost`, `absent`, `trace` and async. The simulators, encoders, processes, checkpoints and logs can wait.
+To read for the algorithm alone, some 900 lines: docstring of `Policy`, its `encode`, `step`, `sequences`; `Transfer`,
+`Rollout`; `EnvironmentRow.reset`, `answer`, `step`; `worker_process`; `Collector.__init__`; from `await_requests` to
+`infer`; from `collect_rollout` to `carry_over`; `inline_rollouts`; the sections "Sequences and packing" to "Loss and
+update"; `update`, `run_updates`; last `check_rollout` and `check_records`, which say all of it as assertions. Leave out at
+first what concerns `lost`, `absent`, `preempted`, `resumed`, `trace`, async, V-trace and CPC|A.
 
 Words: a *row* is an environment's place in `Transfer`. A *record* is one step, in a *slot* of the rollout: inference opens
 it (observation, memory, action, value), the environment's answer completes it (reward, and whether the episode ended). An
 open record is *in flight* if its action was sent; else it is *held*, and only its value counts, as bootstrap. *Carried*:
-opened in the rollout before. *Lost*: its environment had to be started again before it answered. The *version* of a policy
-is the number of updates before it. `records`, as an argument: slots, each environment's in time order.
+opened in a rollout before. *Lost*: its environment had to be started again before it answered. The *version* of a policy is
+the number of updates before it. `records`, as an argument: slots, each environment's in time order. *Positions* count in
+`records` (where one process collects, these are all slots of the rollout, and the two are the same).
 
-Shapes stand in the names: N environments, S steps of a rollout (T x N; the buffer has N slots more, for open records),
-Q sequences, M steps of a mini-batch, B any batch, H hidden units, L LSTM layers, A action numbers; in PointNav K boxes,
-R rays, C corners, P points, H x W pixels; in the pool of --sampler async P trajectories; in CPC|A P starts, T steps ahead,
-F futures, N negatives, D features. Columns of S entries may have the open records' N more.
+Shapes stand in the names: N environments, S steps of a rollout (T x N; the buffer has N slots more, for open records), Q
+sequences, M steps of a mini-batch, B any batch, H hidden units, L LSTM layers, A action numbers; in PointNav K boxes, R
+rays, C corners, P points, H x W pixels; in the pool of --sampler async P trajectories; in CPC|A P starts, T steps ahead, F
+futures, N negatives, D features. B2LH is B x 2L x H. Columns of S entries may have the open records' N more.
 
 Papers: VER; DD-PPO (Wijmans et al. 2020); SF, Sample Factory (Petrenko et al. 2020); IMPALA (Espeholt et al. 2018).
 
@@ -1481,7 +1483,7 @@ def action_dtype(spec):
     return torch.int64 if spec.discrete_actions else torch.float32
 
 
-# int64(3): a tensor of three zeros; int64(()): a single one
+# int64(3): a tensor of three zeros; int64(3) - 1: of three -1; int64(()): a single number
 int64, boolean, float64 = (functools.partial(torch.zeros, dtype=kind) for kind in (torch.int64, torch.bool, torch.float64))
 
 
@@ -1543,17 +1545,17 @@ class Transfer(Shared):
             step_began=float64(num_envs),  # when the last step began, by perf_counter
             step_sec=float64(num_envs),  # what it took, a reset included
             sent_at=float64(num_envs),  # when the action was sent (or the start was asked for); 0 once there is an answer
-            lost=boolean(num_envs),  # `obs` does not answer `action`: the environment was started again in between
+            lost=boolean(num_envs),  # `obs` does not answer `action`: the environment was started (again) in between
         )
 
 
 class Rollout(Shared):
     """Linear buffer of step records (VER section 2.2).
 
-    S + N slots: when a rollout ends, S records are complete and each environment has one that is open. Records that were
-    carried over come first, then the others as inference writes them; so those of one environment are in time order. What
-    the network reads and writes lives on the training device; what the host decides by (whose record, is it complete, ...)
-    lives in numpy.
+    S + N slots: when a rollout ends, S records are complete and each environment has at most one that is open. Records that
+    were carried over come first, then the others as inference writes them; so those of one environment are in time order.
+    What the network reads and writes lives on the training device; what the host decides by (whose record, is it complete,
+    ...) lives in numpy.
     """
 
     SPENT = ("waiting_sec", "inference_sec", "simulation_sec", "batches", "served")  # counted until `describe_rollout` asks
@@ -1561,7 +1563,7 @@ class Rollout(Shared):
     def __init__(self, spec, steps, num_envs, state_shape, device, slots=None, **more):
         slots = slots or steps + num_envs
         self.steps, self.num_envs, self.device = steps, num_envs, device
-        self.carried = 0  # records that the previous rollout left open
+        self.carried = 0  # so many, the first ones, were in flight when the rollout before ended
         self.obs = observation_buffers(spec, slots, device)
         self.state = torch.zeros(slots, *state_shape, device=device)  # recurrent state before the step
         self.prev_action = torch.zeros(slots, spec.action_numbers, dtype=action_dtype(spec), device=device)
@@ -1649,8 +1651,8 @@ class EnvironmentRow:
         self.env_delay = self.draw_delay(options.sim_latency_spread[1])
 
     def start(self, episode, actions):
-        """Begin `episode` and repeat these actions of it: seed and actions determine an environment's state. The stopped run was
-        waiting for the answer to the last one."""
+        """Begin `episode` and repeat these actions of it: seed and actions determine an environment's state. The answer to
+        the last one is what the stopped run was waiting for."""
         self.episode = episode - 1
         self.reset()
         lost = True  # without actions, the first observation: no answer to anything
@@ -2028,10 +2030,8 @@ class Workers(ProcessGroup):
         while self.inboxes[worker].poll():
             read_numbers(self.inboxes[worker])
         owed = [row for row in rows if self.transfer.sent_at[row] > 0]
-        anew = {
-            row: (int(self.transfer.episode[row]) + 2, []) for row in rows
-        }  # +2: what failed may be the reset to the next
-        self.start_worker(worker, anew)
+        # + 2: it may have failed in the reset to the next episode
+        self.start_worker(worker, {row: (int(self.transfer.episode[row]) + 2, []) for row in rows})
         self.processes[worker] = self.processes.pop()  # the new one, in the place of the old one
         if owed:
             self.send(owed)
@@ -2105,8 +2105,8 @@ REPLAY_LIMIT = 10_000  # actions; an episode that is longer starts anew when a r
 class Collector(Shared):
     """What collection remembers from one inference batch to the next; shared by all who serve requests.
 
-    `lock` guards it for moments only, never during inference or a wait. The state and the action before an environment's
-    next step are written without it: they belong to whoever serves that environment's request.
+    `lock` guards it for moments only, never during inference or a wait for requests. `infer` reads the state and the action
+    before an environment's next step without it: they belong to whoever serves that environment's request.
     """
 
     def __init__(self, workers, transfer, policy, spec, options, device, stop):
@@ -2114,7 +2114,8 @@ class Collector(Shared):
         self.workers, self.transfer, self.timeout_sec = workers, transfer, options.env_timeout
         self.min_requests, self.max_requests = options.min_requests, options.max_requests
         self.lock_step = options.sampler == "sync"  # nothing is inferred before all have answered
-        self.quota = options.rollout_steps if options.sampler == "ver" else options.num_steps  # steps of one environment
+        # most steps of one environment
+        self.quota = options.rollout_steps if options.sampler == "ver" else options.num_steps
         self.alone = options.num_inference_workers == 1
         self.poll_sec = 1.0  # longest wait between two calls of stop.check()
         self.next_beat_sec = 0.0 if options.debug else math.inf
@@ -2162,7 +2163,7 @@ class Collector(Shared):
             }
 
     def in_flight(self):
-        """Slots of the open records that await an answer, in time order: those that are not mere bootstrap values."""
+        """Slots of the open records whose actions were sent, in time order: those that are not mere bootstrap values."""
         return np.sort(self.open_slot_N[(self.open_slot_N >= 0) & ~self.held_N])
 
     def records_to_keep(self):
@@ -2218,10 +2219,11 @@ class Collector(Shared):
 def await_requests(collector):
     """Wait until there are requests: dynamic batching (VER section 2.1) takes whatever has come; `sync` waits for all N.
 
-    Fewer than --min-requests wait for more, but only half an inference time: that long, one larger batch is cheaper than two
-    small ones. Where several processes serve requests, it returns after 5 ms even without any, because another one may have
-    ended the rollout; in a rollout that is preempted, after `poll_sec`. Returns the seconds it took. Raises
-    EnvironmentFailure if no request comes within --env-timeout and a minute, Interrupted after Ctrl-C or SIGTERM.
+    If there are fewer than --min-requests, it waits for more, at most half of what a batch takes: up to there one batch of
+    all is cheaper than two small ones. Where several processes serve requests, it returns after 5 ms even without any,
+    because another one may have ended the rollout; in a rollout that is preempted, after `poll_sec`. Returns the seconds it
+    took. Raises EnvironmentFailure if no request comes within --env-timeout and a minute, Interrupted after Ctrl-C or
+    SIGTERM.
     """
     began = time.perf_counter()
     receive(collector, 0)
@@ -2313,7 +2315,7 @@ def autocast(policy, device):
 
 @torch.inference_mode()
 def collect_rollout(policy, rollout, collector):
-    """Collect exactly S complete steps (VER section 2.2), from whichever environments deliver them.
+    """Collect exactly S complete steps (VER section 2.2), from whichever environments deliver them; fewer if preempted.
 
     Each pass: take the answered rows, complete their open records with the reward that arrived, infer, write new open
     records, send the actions. The new records of the last pass only serve as bootstrap values: their actions are not
@@ -2328,15 +2330,15 @@ def collect_rollout(policy, rollout, collector):
         with collector.lock:
             rows = take_requests(collector, limit=rollout.steps - rollout.num_complete)  # each may complete one record
             closed, slots = claim_slots(rollout, collector, rows)
-            held_B = collector.held_N[rows]
+            sent_B = ~collector.held_N[rows]
         if len(rows):
             bootstrap_truncated(policy, rollout, collector, rows, closed)
             action_BA, after_B = write_records(policy, rollout, collector, rows, slots, rollout.policy_version)
-            if not held_B.any():  # nearly always
+            if sent_B.all():  # nearly always
                 send_actions(collector, rows, action_BA, after_B)
-            elif not held_B.all():
-                sent_B = torch.from_numpy(~held_B)
-                send_actions(collector, rows[~held_B], action_BA[sent_B], after_B[sent_B])
+            elif sent_B.any():
+                index_B = torch.from_numpy(sent_B)
+                send_actions(collector, rows[sent_B], action_BA[index_B], after_B[index_B])
         account(rollout, collector, len(rows), waiting_sec, began)
 
 
@@ -2344,21 +2346,24 @@ def claim_slots(rollout, collector, rows):
     """Complete the rows' records and give each row a slot for its next one. Returns the completed slots (-1: none) and the
     new ones. Under the lock: whoever completes the S-th record ends the rollout, once."""
     closed, lost = complete_records(rollout, collector, rows)
-    slots = collector.open_slot_N[rows]  # the slot of a lost step is used again
-    slots[~lost] = np.arange(rollout.size, rollout.size + np.count_nonzero(~lost))
+    begin, slots = int(rollout.size), collector.open_slot_N[rows]  # the slot of a lost step is used again
     rollout.size += np.count_nonzero(~lost)
+    slots[~lost] = np.arange(begin, rollout.size)
     collector.open_slot_N[rows] = slots
     # an action is held if the rollout is complete, or (nover, sync) its environment has given T steps
     collector.held_N[rows] = (rollout.num_complete == rollout.steps) | (collector.steps_N[rows] >= collector.quota)
-    return closed, slots if lost.any() else slice(rollout.size - len(rows), int(rollout.size))  # a slice is faster
+    if not lost.any():
+        slots = slice(begin, int(rollout.size))  # the same, indexed faster
+    return closed, slots
 
 
 def complete_records(rollout, collector, rows):
     """Put the rewards and end flags that arrived into the rows' open records. Returns for each row the slot that was
     completed, -1 if none was, and whether the step that it was asked for is lost.
 
-    A row without an open record brings the first observation of all. One whose environment had to be started again brings
-    the first observation of another episode: its open record never gets an answer, and its slot is used again.
+    A row without an open record completes none: it brings the first observation of all, or was held, and its answer was
+    counted in the rollout before. One whose environment had to be started again brings the first observation of another
+    episode: its open record never gets an answer, and its slot is used again.
     """
     closed = collector.open_slot_N[rows]
     lost = collector.transfer.lost[rows] & (closed >= 0)
@@ -2390,7 +2395,7 @@ def cut_off(rollout, slot, row):
 
 def bootstrap_truncated(policy, rollout, collector, rows, closed):
     """A truncated episode would have gone on: its last record gets the value of the final observation, computed with the
-    memory of that episode (Pardo et al. 2018)."""
+    memory of that episode (Pardo et al. 2018), which `state_N` still holds."""
     truncated = collector.transfer.truncated[rows] & (closed >= 0)
     if truncated.any():
         _, _, value_B, _ = infer(policy, collector, rows[truncated], "final_obs")
@@ -2443,16 +2448,18 @@ def account(rollout, collector, batch_size, waiting_sec, began):
 
 
 def carry_over(previous, rollout, collector):
-    """Begin a rollout with the records whose actions are still in flight (VER section 2.2, "Inflight actions").
+    """Begin a rollout with the records whose actions were sent and whose answers nobody has taken (VER section 2.2,
+    "Inflight actions"). An answer may be there already, too late for the last pass: its request waits, before those that
+    are added here.
 
     They keep the action, log-probability, value and version of the policy that acted, and PPO's ratio accounts for its age;
     so nothing that was simulated is lost. Records that are held are dropped: they were only bootstrap values, and their
     environments wait for inference again, by the new policy. `previous` may be the same buffer. Called between two
-    rollouts, when nobody else is at work.
+    rollouts, when nobody serves requests.
     """
     slots, held = collector.in_flight(), np.flatnonzero(collector.held_N)
     rollout.begin_with(collector.version, [column[slots] for column in previous.columns()])
-    collector.open_slot_N[held] = -1
+    collector.open_slot_N[held] = -1  # their last answers are counted; their rows still hold what to infer from
     collector.open_slot_N[rollout.env[: len(slots)]] = np.arange(len(slots))
     collector.held_N[:] = False
     collector.steps_N[:] = 0
@@ -2693,7 +2700,7 @@ def inference_process(group, commands, worker, weights, rollouts, collector, spe
 
 def inline_rollouts(policy, rollouts, collector):
     """This process is inference worker and learner by turns (VER appendix A.1): yields rollouts and their records."""
-    buffers = itertools.cycle([*rollouts[1:], rollouts[0]])
+    buffers = itertools.cycle([*rollouts[1:], rollouts[0]])  # here the same one again and again, two in ver_multigpu.py
     while True:
         torch.set_num_threads(1)  # the workers want the cores now
         collector.workers.check()  # `receive` would not see who has died before all answers are read
@@ -2737,7 +2744,7 @@ def finished_trajectories(inference, pool):
 def find_sequences(env_S, first_S, complete_S):
     """Positions of the complete records, environment by environment in time order, and where in that order the Q sequences
     begin: with an environment's first record in the rollout, with an episode (VER section 2.2), and after an open record,
-    with which a trajectory of --sampler async ends.
+    with which a trajectory of --sampler async ends. (The arguments have open records, too; S of theirs are complete.)
 
     >>> env, first = np.array([0, 1, 0, 1, 0]), np.array([False, True, True, False, False])
     >>> find_sequences(env, first, np.array([True, True, True, True, False]))  # the last record is open
@@ -2803,10 +2810,10 @@ def compute_advantages(
     bootstrap. *terminated*: nothing follows. *truncated*: the final observation's value follows, with excess 0. Returns
     float32 targets and advantages; those of open records are their value and 0.
 
-    This is generalized advantage estimation. With `ratio`, an action's probability under the policy that learns divided by
-    that under the one that acted, it is V-trace (Espeholt et al. 2018, section 4.1): a temporal difference counts
-    min(rho_max, ratio) for the target, and what follows a step counts min(c_max, ratio). The step's own advantage is not
-    multiplied by its ratio, because PPO's objective is.
+    Without `ratio` this is generalized advantage estimation: advantage = delta + gamma * lambda * next advantage. With
+    `ratio`, an action's probability under the policy that learns divided by that under the one that acted, it is V-trace
+    (Espeholt et al. 2018, section 4.1): a temporal difference counts min(rho_max, ratio) for the target, and what follows a
+    step counts min(c_max, ratio). The step's own advantage is not multiplied by its ratio, because PPO's objective is.
     """
     num_envs = int(env.max()) + 1
     next_value, next_excess = [0.0] * num_envs, [0.0] * num_envs
@@ -2863,16 +2870,15 @@ def ppo_loss(distribution, value_M, batch, log_ent_coef, options):
     clipped_M = ratio_M.clamp(1 - options.clip_coef, 1 + options.clip_coef)
     policy_loss = -(weight_M * torch.minimum(ratio_M * batch["advantage"], clipped_M * batch["advantage"])).mean()
     value_loss = 0.5 * (weight_M * (value_M - batch["return"]) ** 2).mean()
-    entropy = (weight_M * distribution.entropy()).mean()
-    ent_coef = log_ent_coef.exp()
-    loss = policy_loss + options.vf_coef * value_loss - ent_coef.detach() * entropy
-    if options.target_entropy is not None:
-        loss = loss + ent_coef * (distribution.entropy().mean().detach() - options.target_entropy)
+    entropy_M, ent_coef = distribution.entropy(), log_ent_coef.exp()
+    loss = policy_loss + options.vf_coef * value_loss - ent_coef.detach() * (weight_M * entropy_M).mean()
+    if options.target_entropy is not None:  # moves the coefficient alone
+        loss = loss + ent_coef * (entropy_M.mean().detach() - options.target_entropy)
     with torch.no_grad():
         logs = {
             "losses/policy_loss": policy_loss,
             "losses/value_loss": value_loss,
-            "losses/entropy": distribution.entropy().mean(),
+            "losses/entropy": entropy_M.mean(),
             "losses/approx_kl": (ratio_M - 1 - log_ratio_M).mean(),
             "losses/clipfrac": ((ratio_M - 1).abs() > options.clip_coef).float().mean(),
             "losses/ent_coef": ent_coef,
@@ -2931,7 +2937,7 @@ def compute_targets(policy, rollout, records, options):
     columns = {name: getattr(rollout, name)[records] for name in names}
     for name in ("value", "final_value"):
         columns[name] = getattr(rollout, name)[torch.from_numpy(records).to(rollout.device)].cpu().numpy()
-    columns["truncated"] = columns["truncated"] | rollout.lost[records]
+    columns["truncated"] = columns["truncated"] | rollout.lost[records]  # both go on with final_value
     complete_S, discounts = columns["complete"], {"gamma": options.gamma, "gae_lambda": options.gae_lambda}
     if options.sampler == "async":
         columns["ratio"], columns["value"] = off_policy(policy, rollout, records, columns["value"], options)
@@ -2957,7 +2963,7 @@ def learn(policy, optimizer, rollout, records, options, average=average_alone):
         weight_S[:] = 1.0  # trajectories of T steps, all alike
     if options.norm_adv:
         moments = torch.tensor([(advantage_S[complete_S].astype(float) ** power).mean() for power in (1, 2)])
-        average([moments])
+        average([moments])  # of all ranks, which normalize alike
         mean, square = moments.tolist()
         advantage_S = (advantage_S - np.float32(mean)) / np.float32(math.sqrt(max(0.0, square - mean**2)) + 1e-8)
     targets = {"advantage": advantage_S, "return": rollout.target[records], "weight": weight_S}
@@ -3492,17 +3498,15 @@ def run_updates(run, policy, optimizer, collector, rollouts, spec, options, snap
                 try:
                     while run.step < options.total_timesteps:
                         steps, logs, results = update(run, policy, optimizer, source, collector, options)
-                        publish()
+                        publish()  # counts the update; where other processes act, they get the weights
                         run.log(run.step + steps, logs, results, spec.metrics)
                         if collector.stop.save_wanted or run.step - run.saved_step >= options.checkpoint_interval:
                             collector.stop.save_wanted = False
                             run.save(policy, optimizer, collector, options)
                     collector.stop.check()
                     run.save(policy, optimizer, collector, options)
-                except (
-                    Interrupted,
-                    FloatingPointError,
-                ) as error:  # saved while processes still run: who sent the signal may be impatient
+                except (Interrupted, FloatingPointError) as error:
+                    # saved while processes still run: who sent the signal may be impatient
                     if isinstance(error, FloatingPointError):
                         collector.rollout = None  # it was learned from in part: go on without it
                     run.give_up(policy, optimizer, collector, options)

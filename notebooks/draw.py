@@ -61,9 +61,16 @@ def timeline(axis, num_envs, steps, phases, title):
     return names
 
 
-def compare_samplers(seconds_NK, num_steps, updates, inference_sec, learning_sec):
+def step_times(num_envs, sigma_env, sigma_step, seed=9):
+    """Seconds of 4,000 steps of each environment: log-normal with mean 1, their spread between and within environments."""
+    rng = np.random.default_rng(seed)
+    slow_N1 = rng.lognormal(-(sigma_env**2) / 2, sigma_env, (num_envs, 1))
+    return slow_N1 * rng.lognormal(-(sigma_step**2) / 2, sigma_step, (num_envs, 4000))
+
+
+def compare_samplers(seconds_NK, num_steps, updates, inference_sec, learning_sec, height=8.0):
     """Timelines of all samplers on the same step times, below each other: figure 1 of the VER paper, computed."""
-    figure, axes = plt.subplots(len(SAMPLERS), 1, figsize=(9, 8), sharex=True, layout="constrained")
+    figure, axes = plt.subplots(len(SAMPLERS), 1, figsize=(9, height), sharex=True, layout="constrained")
     costs = {"inference_sec": inference_sec, "learning_sec": learning_sec}
     for axis, sampler in zip(axes, SAMPLERS):
         run = virtual_clock.run(sampler, lambda e, k: seconds_NK[e, k], len(seconds_NK), num_steps, updates, **costs)

@@ -1,4 +1,4 @@
-"""The notebooks run from top to bottom, and what they predict is what is computed; what is committed was run, and is small."""
+"""The notebooks run from top to bottom, and what they predict is computed; what is committed was run, and is small."""
 
 import re
 

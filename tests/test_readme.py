@@ -79,10 +79,11 @@ def test_every_command_is_run_or_says_why_not():
             assert f'"{option}"' in source, (file, option)
 
 
-def test_results_table():
-    """The table is the one that the result files give."""
-    found = re.search(r"<!-- results: .* -->\n(.*)<!-- end of results -->", README, re.S)[1]
-    assert found.strip() == results.table()
+@pytest.mark.parametrize("what", ["table", "commands"])
+def test_results_table(what):
+    """The table, and the commands, are those that the result files give."""
+    found = re.search(rf"<!-- .*results.py {what} -->\n(.*?)<!-- end of", README, re.S)[1]
+    assert found.strip("\n") == getattr(results, what)()
 
 
 def documented_tags():

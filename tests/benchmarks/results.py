@@ -2,8 +2,8 @@
 
     python tests/benchmarks/results.py train                     every task below; about an hour on two cores
     python tests/benchmarks/results.py train pointnav --seeds 1  one of them
-    python tests/benchmarks/results.py table                     prints the table that stands in README.md
-    python tests/benchmarks/results.py pictures                  draws notebooks/pictures/pointnav.png
+    python tests/benchmarks/results.py table                     prints the table that stands in README.md; `commands` too
+    python tests/benchmarks/results.py pictures                  draws timeline.png and pointnav.png in notebooks/pictures
 
 A run is the command line in its file, notebooks/results/TASK.json, which also says on what machine it ran, how long it
 took, what its evaluation printed, and its curves; PointNav's also the 300 validation episodes, the same for all, that the
@@ -93,7 +93,7 @@ def read_curves(run):
 
 def play_episodes(run):
     """Validation episodes of the finished policy: geodesic distance from start to goal, success and SPL of each."""
-    torch.manual_seed(0)
+    draw.setup()  # one thread: the policy sees one observation at a time
     policy, options = draw.load_policy(run)
     env, episodes = ver_ppo.make_env(options, "val"), {"geodesic": [], "success": [], "spl": []}
     for episode in range(EPISODES):
@@ -126,7 +126,7 @@ def dump(result):
 
 def table():
     """The README's table: mean and range over the seeds of what each one's evaluation found."""
-    lines = ["| task | seeds | evaluation: mean (lowest–highest) | minutes each |", "|---|---|---|---|"]
+    lines = ["| task | seeds | evaluation: mean (lowest–highest) |", "|---|---|---|"]
     for task, (words, _, names) in TASKS.items():
         runs = draw.load_result(task)["runs"]
         cells = []
@@ -135,16 +135,24 @@ def table():
             digits = 0 if abs(values[0]) > 20 else 3
             shown = [f"{value:.{digits}f}".replace("-", "−") for value in (np.mean(values), min(values), max(values))]
             cells.append(f"{name.replace('spl', 'SPL')} {shown[0]} ({shown[1]}–{shown[2]})")
-        minutes = np.mean([run["minutes"] for run in runs])
-        lines.append(f"| {words} | {len(runs)} | {', '.join(cells)} | {minutes:.1f} |")
-    commands = [f"    {draw.load_result(task)['command']}  # --seed 1, 2, 3" for task in TASKS]
-    return "\n".join([*lines, "", f"On {draw.load_result('pointnav')['machine']}, by these commands:", "", *commands])
+        lines.append(f"| {words} | {len(runs)} | {', '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def commands():
+    """The README's list of what these results were got by."""
+    runs = {task: draw.load_result(task) for task in TASKS}
+    return "\n".join(
+        f"    {run['command']}  # --seed {', '.join(str(r['seed']) for r in run['runs'])}" for run in runs.values()
+    )
 
 
 def pictures():
-    """Success and SPL of pointnav, with the camera and without."""
+    """What the samplers do with the same steps; and success and SPL of pointnav, with the camera and without."""
     matplotlib.use("Agg")
     draw.setup()
+    timeline = draw.compare_samplers(draw.step_times(4, 0.4, 0.6), 8, 3, inference_sec=0.05, learning_sec=3.0, height=6.0)
+    timeline.savefig(ROOT / "notebooks" / "pictures" / "timeline.png", dpi=90)
     figure, axes = plt.subplots(1, 2, figsize=(9, 3), sharey=True)
     for axis, tag in zip(axes, ("success", "spl")):
         for task, color, label in (("pointnav", draw.BLUE, "depth camera"), ("pointnav-blind", draw.ORANGE, "blind")):
@@ -158,13 +166,13 @@ def pictures():
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("train", "table", "pictures"))
+    parser.add_argument("what", choices=("train", "table", "commands", "pictures"))
     parser.add_argument("tasks", nargs="*", default=[], choices=[[], *TASKS])
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     arguments = parser.parse_args()
     if arguments.what == "train":
         train_all(arguments.tasks or TASKS, arguments.seeds)
-    elif arguments.what == "table":
-        print(table())
+    elif arguments.what in ("table", "commands"):
+        print({"table": table, "commands": commands}[arguments.what]())
     else:
         pictures()
