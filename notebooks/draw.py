@@ -16,13 +16,14 @@ import ver_ppo  # noqa: E402
 import virtual_clock  # noqa: E402
 
 # Okabe and Ito's colours: they differ for the colour-blind, and on white and on grey
-BLUE, ORANGE, GREEN, RED, PURPLE, SKY, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#8C8C8C"
+BLUE, ORANGE, GREEN, RED, PURPLE, SKY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9"
+GREY, DARK = "#8C8C8C", "#444444"
 COLORS = (BLUE, ORANGE, GREEN, RED, PURPLE, SKY)
 
 
 def setup():
     """Small pictures with a background of their own, legible on light and dark pages; the same random numbers every time."""
-    plt.rcParams.update({"figure.facecolor": "white", "figure.dpi": 80, "font.size": 10, "axes.grid": False})
+    plt.rcParams.update({"figure.facecolor": "white", "figure.dpi": 96, "font.size": 10, "axes.grid": False})
     plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "savefig.facecolor": "white"})
     plt.rcParams["axes.prop_cycle"] = plt.cycler(color=COLORS)
     torch.manual_seed(0)
@@ -30,12 +31,14 @@ def setup():
 
 
 def match(predicted, computed, tolerance=1e-6):
-    """Print whether the computed numbers are those that were predicted. Raises AssertionError if not."""
+    """Print whether the computed numbers are those that were predicted, but for this relative difference. Raises
+    AssertionError if not."""
     predicted, computed = np.asarray(predicted), np.asarray(computed)
-    same = predicted.shape == computed.shape
-    same = same and (np.allclose(predicted, computed, rtol=tolerance, atol=tolerance) if computed.dtype != object else False)
-    with np.printoptions(precision=4, suppress=True, threshold=24, edgeitems=6):
-        print(f"predicted {predicted}\ncomputed  {computed}\nmatch: {same}")
+    same = predicted.shape == computed.shape and np.allclose(computed, predicted, rtol=tolerance, atol=1e-6)
+    with np.printoptions(precision=4, suppress=True, threshold=12, edgeitems=4):
+        print(f"predicted {predicted}\ncomputed  {computed}")
+    size = f" ({predicted.size} numbers)" if predicted.size > 12 else ""
+    print(f"match: {same}{size}")
     assert same
 
 
@@ -47,16 +50,16 @@ def legend(axis, colors, **more):
 SAMPLERS = {"sync": GREY, "nover": ORANGE, "ver": BLUE, "async": PURPLE}
 
 
-def timeline(axis, num_envs, steps, phases, title):
+def timeline(axis, num_envs, steps, phases, title, carries_over=True):
     """What every environment and the learner did when: `steps` (environment, begin, seconds), `phases` (begin, seconds)."""
-    names = {"simulating a step": BLUE, "in flight while the policy changes": GREEN, "learning": RED}
+    names = {"simulating a step": BLUE, "in flight when learning begins: carried over": ORANGE, "learning": DARK}
+    step, in_flight, learning = names.values()
     for env, begin, sec in steps:
-        in_flight = any(begin < phase < begin + sec for phase, _ in phases)
-        color = names["in flight while the policy changes" if in_flight else "simulating a step"]
-        axis.broken_barh([(begin, sec)], (env - 0.4, 0.8), facecolor=color, edgecolor="white", linewidth=0.5)
-    axis.broken_barh(phases, (num_envs - 0.4, 0.8), facecolor=names["learning"])
+        carried = carries_over and any(begin < phase < begin + sec for phase, _ in phases)
+        axis.broken_barh([(begin, sec)], (env - 0.4, 0.8), facecolor=in_flight if carried else step, edgecolor="white", lw=0.5)
+    axis.broken_barh(phases, (num_envs - 0.4, 0.8), facecolor=learning)
     axis.set(ylim=(num_envs + 0.6, -0.6), yticks=range(num_envs + 1), xlabel="seconds")
-    axis.set_yticklabels([*(f"environment {env}" for env in range(num_envs)), "learner"], fontsize=8)
+    axis.set_yticklabels([*(f"environment {env}" for env in range(num_envs)), "learner"], fontsize=9)
     axis.set_title(title, fontsize=10, loc="left")
     return names
 
@@ -75,8 +78,9 @@ def compare_samplers(seconds_NK, num_steps, updates, inference_sec, learning_sec
     for axis, sampler in zip(axes, SAMPLERS):
         run = virtual_clock.run(sampler, lambda e, k: seconds_NK[e, k], len(seconds_NK), num_steps, updates, **costs)
         learned, sec, steps, phases = run
-        title = f"{sampler}: {learned} steps learned from in {sec:.0f} seconds, {learned / sec:.2f} a second"
-        names = timeline(axis, len(seconds_NK), [step for step in steps if step[1] < sec], phases, title)
+        title = f"{sampler}: {learned} steps in {sec:.0f} seconds, {learned / sec:.1f} a second"
+        begun = [step for step in steps if step[1] < sec]
+        names = timeline(axis, len(seconds_NK), begun, phases, title, carries_over=sampler != "async")
         axis.axvline(sec, color="black", lw=1)
         axis.set_xlabel("seconds" if axis is axes[-1] else "")
     figure.legend(*zip(*[(Patch(color=color), name) for name, color in names.items()]), ncol=3, loc="outside lower center")
@@ -87,7 +91,8 @@ def cells(axis, row, columns, colors, texts, size=9):
     """Squares in a row, each with a colour and a text: slots of a buffer."""
     for column, color, text in zip(columns, colors, texts):
         axis.add_patch(Rectangle((column, row), 0.94, 0.9, facecolor=color, edgecolor="white"))
-        axis.text(column + 0.47, row + 0.43, text, ha="center", va="center", fontsize=size, color="white")
+        ink = "white" if color in (BLUE, GREEN, RED, DARK) else "black"
+        axis.text(column + 0.47, row + 0.43, text, ha="center", va="center", fontsize=size, color=ink)
 
 
 def grid_for_cells(axis, columns, rows):
@@ -144,15 +149,16 @@ def play(policy, env, seed, greedy=False):
 
 
 def plan_view(axis, env):
-    """A floor plan from above: the shortest path from the start, the path that was walked, and where it ended."""
-    plan, start = env.plan, env.path[0]
+    """A floor plan from above: the shortest path from the start, the path that was walked, and where it ended; around the
+    goal a circle of 0.2 m."""
+    plan, start, end = env.plan, env.path[0], env.path[-1]
     for box, (x0, y0, x1, y1) in enumerate(plan.boxes_K4):
-        axis.add_patch(Rectangle((x0, y0), x1 - x0, y1 - y0, color="#444444" if box < plan.num_walls else "#B0B0B0", lw=0))
-    position, env.position = env.position, start
+        axis.add_patch(Rectangle((x0, y0), x1 - x0, y1 - y0, color=DARK if box < plan.num_walls else "#B0B0B0", lw=0))
+    env.position = start
     axis.plot(*np.array(env.shortest_path()).T, color=GREEN, lw=3, alpha=0.6)
-    env.position = position
+    env.position = end
     axis.plot(*np.array(env.path).T, color=BLUE, lw=1.5)
-    axis.plot(*env.goal, "*", color=GREEN, ms=14)
-    axis.plot(*start, "o", color=BLUE, ms=5)
-    axis.plot(*position, "X", color=RED, ms=8)
+    axis.add_patch(plt.Circle(env.goal, ver_ppo.SUCCESS_M, fill=False, edgecolor="black", lw=1))
+    axis.plot(*start, "o", color=BLUE, ms=6)
+    axis.plot(*end, "x", color=RED, ms=8, mew=2)
     axis.set(xlim=(-0.1, plan.size[0] + 0.1), ylim=(-0.1, plan.size[1] + 0.1), aspect="equal", xticks=[], yticks=[])
