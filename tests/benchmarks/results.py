@@ -136,7 +136,8 @@ def table():
             shown = [f"{value:.{digits}f}".replace("-", "−") for value in (np.mean(values), min(values), max(values))]
             cells.append(f"{name.replace('spl', 'SPL')} {shown[0]} ({shown[1]}–{shown[2]})")
         lines.append(f"| {words} | {len(runs)} | {', '.join(cells)} |")
-    return "\n".join(lines)
+    where = f"On {draw.load_result('pointnav')['machine']}; 200 episodes for each seed"
+    return "\n".join([*lines, "", f"{where}, by [these commands](#commands-of-the-first-table)."])
 
 
 def commands():
