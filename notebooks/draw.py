@@ -56,7 +56,8 @@ def timeline(axis, num_envs, steps, phases, title, carries_over=True):
     step, in_flight, learning = names.values()
     for env, begin, sec in steps:
         carried = carries_over and any(begin < phase < begin + sec for phase, _ in phases)
-        axis.broken_barh([(begin, sec)], (env - 0.4, 0.8), facecolor=in_flight if carried else step, edgecolor="white", lw=0.5)
+        color = in_flight if carried else step
+        axis.broken_barh([(begin, sec)], (env - 0.4, 0.8), facecolor=color, edgecolor="white", lw=0.5)
     axis.broken_barh(phases, (num_envs - 0.4, 0.8), facecolor=learning)
     axis.set(ylim=(num_envs + 0.6, -0.6), yticks=range(num_envs + 1), xlabel="seconds")
     axis.set_yticklabels([*(f"environment {env}" for env in range(num_envs)), "learner"], fontsize=9)
