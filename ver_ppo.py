@@ -1,11 +1,11 @@
 """VER: train a recurrent policy with Variable Experience Rollout and PPO (Wijmans et al. 2022), in one file.
 
 Simulators are slow and uneven, and a trainer that steps N of them in lock-step always waits for the slowest. VER never
-waits: whichever environments have answered form the next inference batch, and a rollout ends when T x N steps are
-complete, no matter who contributed how many. What is still being simulated at that moment is carried over into the next
-rollout. The uneven experience is cut into mini-batches of equal size for a recurrent network, fast environments are
-weighted down, and PPO learns from data that (but for N steps at most) comes from the current policy, or with --overlap from
-the one before it.
+waits: whichever environments have answered form the next inference batch, and a rollout ends when T x N steps (--num-steps
+times --num-envs) are complete, no matter who contributed how many. What is still being simulated at that moment is carried
+over into the next rollout. The uneven experience is cut into mini-batches of equal size for a recurrent network, fast
+environments are weighted down, and PPO learns from data that (all but N steps at most) comes from the current policy, or
+with --overlap from the one before it.
 
     python ver_ppo.py --env-id pointnav            trains, shows its progress, evaluates on unseen floor plans
     python ver_ppo.py --help                       explains every option
@@ -27,23 +27,25 @@ The processes and what passes between them (section 2.1, figure 2 of the paper):
 async or several --num-inference-workers, the upper half of the right box runs in processes of its own (`inference_process`),
 on the same buffers in shared memory, while the main process learns or waits.
 
-To read for the algorithm alone, some 900 lines: docstring of `Policy`, its `encode`, `step`, `sequences`; `Transfer`,
-`Rollout`; `EnvironmentRow.reset`, `answer`, `step`; `worker_process`; `Collector.__init__`; from `await_requests` to
-`infer`; from `collect_rollout` to `carry_over`; `inline_rollouts`; the sections "Sequences and packing" to "Loss and
-update"; `update`, `run_updates`; last `check_rollout` and `check_records`, which say all of it as assertions. Leave out at
-first what concerns `lost`, `absent`, `preempted`, `resumed`, `trace`, async, V-trace and CPC|A.
+To read for the algorithm alone, some 950 lines: docstrings of `Policy` and `Shared`; `encode`, `heads`, `step`,
+`sequences`, `remember`; `Transfer`, `Rollout`; `EnvironmentRow.reset`, `answer`, `step`; `worker_process`;
+`Collector.__init__`, `in_flight`; from `await_requests` to `infer`; from `collect_rollout` to `carry_over`;
+`inline_rollouts`; the sections "Sequences and packing" to "Loss and update"; `update`, `run_updates`; last `check_rollout`
+and `check_records`, which say what a rollout must be. Leave out at first what concerns `lost`, `absent`, `preempted`,
+`resumed`, `trace`, `history`, `sim_latency`, `action_delay`, `render`, async, V-trace and CPC|A.
 
 Words: a *row* is an environment's place in `Transfer`. A *record* is one step, in a *slot* of the rollout: inference opens
 it (observation, memory, action, value), the environment's answer completes it (reward, and whether the episode ended). An
 open record is *in flight* if its action was sent; else it is *held*, and only its value counts, as bootstrap. *Carried*:
-opened in a rollout before. *Lost*: its environment had to be started again before it answered. The *version* of a policy is
-the number of updates before it. `records`, as an argument: slots, each environment's in time order. *Positions* count in
-`records` (where one process collects, these are all slots of the rollout, and the two are the same).
+opened in an earlier rollout. *Lost*: its environment had to be started again before it answered. The *version* of a policy
+is the number of updates before it. `records`, as an argument: slots, each environment's in time order. *Positions* count in
+`records` (but for async and many ranks these are all slots in use, and the two are the same).
 
-Shapes stand in the names: N environments, S steps of a rollout (T x N; the buffer has N slots more, for open records), Q
-sequences, M steps of a mini-batch, B any batch, H hidden units, L LSTM layers, A action numbers; in PointNav K boxes, R
-rays, C corners, P points, H x W pixels; in the pool of --sampler async P trajectories; in CPC|A P starts, T steps ahead, F
-futures, N negatives, D features. B2LH is B x 2L x H. Columns of S entries may have the open records' N more.
+Shapes, at least the first dimensions, stand in the names: N environments, S steps of a rollout (T x N; the buffer has N
+slots more, for open records), Q sequences, M steps of a mini-batch, B any batch, H hidden units, L LSTM layers, A action
+numbers; in PointNav K boxes, R rays, C corners, P points, H x W pixels; in the pool of --sampler async P trajectories; in
+CPC|A P starts, T steps ahead, F futures, N negatives, D features. B2LH is B x 2L x H. Columns of S entries may have the
+open records' N more.
 
 Papers: VER; DD-PPO (Wijmans et al. 2020); SF, Sample Factory (Petrenko et al. 2020); IMPALA (Espeholt et al. 2018).
 
@@ -1528,7 +1530,8 @@ class Transfer(Shared):
     """One row for each environment in CPU shared memory: what it observed last, and the action it shall take next.
 
     A row belongs to the worker from the moment its number is sent down the worker's pipe until the worker announces it;
-    else it belongs to whoever serves its request. So nobody ever reads a row while it is being written, without any lock.
+    otherwise it belongs to whoever serves its request. So nobody reads an observation or an answer while it is being
+    written, without any lock.
     """
 
     def __init__(self, spec, num_envs):
@@ -1563,7 +1566,7 @@ class Rollout(Shared):
     def __init__(self, spec, steps, num_envs, state_shape, device, slots=None, **more):
         slots = slots or steps + num_envs
         self.steps, self.num_envs, self.device = steps, num_envs, device
-        self.carried = 0  # so many, the first ones, were in flight when the rollout before ended
+        self.carried = 0  # this many records, the first ones, were in flight when the previous rollout ended
         self.obs = observation_buffers(spec, slots, device)
         self.state = torch.zeros(slots, *state_shape, device=device)  # recurrent state before the step
         self.prev_action = torch.zeros(slots, spec.action_numbers, dtype=action_dtype(spec), device=device)
@@ -1585,7 +1588,7 @@ class Rollout(Shared):
             target=torch.zeros(slots),  # of the value: the return
             size=int64(()),  # slots in use
             num_complete=int64(()),
-            policy_version=int64(()),  # which this rollout is collected with
+            policy_version=int64(()),  # of the policy that collects this rollout
             **{name: float64(()) for name in self.SPENT},
             **more,
         )
@@ -2100,6 +2103,7 @@ def start_workers(options, split, spec, transfer, starts=None, frames=None):
 
 GRACE_SEC = 60  # after --env-timeout; workers should have been replaced by then
 REPLAY_LIMIT = 10_000  # actions; an episode that is longer starts anew when a run is resumed
+HEARTBEAT_SEC = 10.0  # --debug
 
 
 class Collector(Shared):
@@ -2133,11 +2137,11 @@ class Collector(Shared):
             request_N=int64(num_envs),  # order of those that have answered and wait for inference; 0: does not wait
             requests=int64(()),  # so far
             version=int64(()),  # of the policy: updates so far
-            began=float64(()),  # when this rollout did; this and the next two for ver_multigpu.py
+            began=float64(()),  # when this rollout began; this and the next two for ver_multigpu.py
             completed_at_N=float64(num_envs),  # when each environment's last step was
             preempted=boolean(()),  # this rollout shall end as it is
             served_at=float64(()) + time.perf_counter(),  # when requests were taken last, or a rollout began
-            episode_N=int64(num_envs),
+            episode_N=int64(num_envs),  # for checkpoints: what a resumed run must repeat
             sent_N=int64(num_envs),  # actions since that episode began ...
             history_NTA=torch.zeros(num_envs, REPLAY_LIMIT, spec.action_numbers, dtype=action_dtype(spec)),  # ... and which
         )
@@ -2217,7 +2221,7 @@ class Collector(Shared):
 
 
 def await_requests(collector):
-    """Wait until there are requests: dynamic batching (VER section 2.1) takes whatever has come; `sync` waits for all N.
+    """Wait until there are requests: dynamic batching (VER section 2.1) takes whatever has come; `sync` waits for all.
 
     If there are fewer than --min-requests, it waits for more, at most half of what a batch takes: up to there one batch of
     all is cheaper than two small ones. Where several processes serve requests, it returns after 5 ms even without any,
@@ -2261,9 +2265,6 @@ def receive(collector, timeout_sec):
     if time.perf_counter() > collector.next_beat_sec:
         collector.next_beat_sec = time.perf_counter() + HEARTBEAT_SEC
         tqdm.write(f"collecting: {progress_of(collector)}", file=sys.stderr)
-
-
-HEARTBEAT_SEC = 10.0  # --debug
 
 
 def progress_of(collector):
@@ -2337,8 +2338,8 @@ def collect_rollout(policy, rollout, collector):
             if sent_B.all():  # nearly always
                 send_actions(collector, rows, action_BA, after_B)
             elif sent_B.any():
-                index_B = torch.from_numpy(sent_B)
-                send_actions(collector, rows[sent_B], action_BA[index_B], after_B[index_B])
+                mask_B = torch.from_numpy(sent_B)
+                send_actions(collector, rows[sent_B], action_BA[mask_B], after_B[mask_B])
         account(rollout, collector, len(rows), waiting_sec, began)
 
 
@@ -2359,17 +2360,19 @@ def claim_slots(rollout, collector, rows):
 
 def complete_records(rollout, collector, rows):
     """Put the rewards and end flags that arrived into the rows' open records. Returns for each row the slot that was
-    completed, -1 if none was, and whether the step that it was asked for is lost.
+    completed, -1 if none was, and whether the step asked of it is lost.
 
     A row without an open record completes none: it brings the first observation of all, or was held, and its answer was
     counted in the rollout before. One whose environment had to be started again brings the first observation of another
     episode: its open record never gets an answer, and its slot is used again.
     """
     closed = collector.open_slot_N[rows]
+    # rare: an environment was started again, so its open record gets no answer
     lost = collector.transfer.lost[rows] & (closed >= 0)
     for slot, row in zip(closed[lost], rows[lost]):
         cut_off(rollout, slot, row)
     closed[lost] = -1
+    # all others: the answer completes the record
     done_slots, done_rows, transfer = closed[closed >= 0], rows[closed >= 0], collector.transfer
     for name in ("reward", "terminated", "truncated", "result"):
         getattr(rollout, name)[done_slots] = getattr(transfer, name)[done_rows]
@@ -2385,12 +2388,13 @@ def complete_records(rollout, collector, rows):
 
 
 def cut_off(rollout, slot, row):
-    """The step of this open record is lost. Returns of the step before it go on with the record's value, as if truncated."""
+    """The step of this open record is lost: for the returns, the step before it ends as if truncated, with the record's
+    value. If it is lost again before it is answered, the record is of another episode already, and nothing changes."""
     begin = rollout.begin_of(slot)
-    earlier = np.flatnonzero(rollout.env[begin:slot] == row)
-    if len(earlier) and not (rollout.terminated | rollout.truncated)[begin + earlier[-1]]:
-        rollout.lost[begin + earlier[-1]] = True
-        rollout.final_value[begin + earlier[-1]] = rollout.value[slot]
+    earlier = begin + np.flatnonzero(rollout.env[begin:slot] == row)
+    if len(earlier) and not any(ended[earlier[-1]] for ended in (rollout.terminated, rollout.truncated, rollout.lost)):
+        rollout.lost[earlier[-1]] = True
+        rollout.final_value[earlier[-1]] = rollout.value[slot]
 
 
 def bootstrap_truncated(policy, rollout, collector, rows, closed):
@@ -2424,7 +2428,7 @@ def send_actions(collector, rows, action_BA, after_B):
     collector.transfer.action[rows] = action
     with collector.lock:  # a checkpoint sees memory and actions of the same moment
         collector.state_N[index_B], collector.prev_action_N[index_B] = after_B, action_BA
-        begins = collector.transfer.first[rows]
+        begins = collector.transfer.first[rows]  # from here on, for checkpoints: what a resumed run must repeat
         collector.sent_N[rows[begins]] = 0
         collector.episode_N[rows] = collector.transfer.episode[rows]
         collector.history_NTA[rows, np.minimum(collector.sent_N[rows], REPLAY_LIMIT - 1)] = action
@@ -2526,8 +2530,8 @@ def check_collected(rollout, records, version, steps):
 
 
 def check_rollout(rollout, steps=None):
-    """Every invariant of a finished rollout, of S complete steps if not said otherwise. Raises AssertionError that names the
-    one that is broken."""
+    """Every invariant of a finished rollout, with S complete steps unless `steps` says otherwise. Raises an AssertionError
+    that names the broken one."""
     size, env, complete = int(rollout.size), rollout.env, rollout.complete
     version, used = rollout.policy_version, np.arange(len(env)) < size
     expected = rollout.steps if steps is None else steps
@@ -2539,7 +2543,7 @@ def check_rollout(rollout, steps=None):
     fresh = used & (np.arange(len(env)) >= rollout.carried)
     assert (rollout.version[fresh] == version).all(), "new records come from the current policy"
     older = rollout.version[: rollout.carried] < max(1, version)  # two overlapping rollouts are collected by version 0
-    again = rollout.first[: rollout.carried]  # the slot of a lost step was used again
+    again = rollout.first[: rollout.carried]  # after a loss, its slot took the first record of a new episode
     assert (older | again).all(), "carried records come from older policies"
 
 
@@ -2706,7 +2710,7 @@ def inline_rollouts(policy, rollouts, collector):
         collector.workers.check()  # `receive` would not see who has died before all answers are read
         rollout = collector.rollout
         collect_rollout(policy, rollout, collector)
-        yield rollout, np.arange(rollout.size)  # meanwhile `learn`: what follows belongs to the new policy
+        yield rollout, np.arange(rollout.size)  # the caller learns and counts the update: then a new policy collects
         collector.rollout = next(buffers)
         carry_over(rollout, collector.rollout, collector)
 
@@ -2744,7 +2748,7 @@ def finished_trajectories(inference, pool):
 def find_sequences(env_S, first_S, complete_S):
     """Positions of the complete records, environment by environment in time order, and where in that order the Q sequences
     begin: with an environment's first record in the rollout, with an episode (VER section 2.2), and after an open record,
-    with which a trajectory of --sampler async ends. (The arguments have open records, too; S of theirs are complete.)
+    with which a trajectory of --sampler async ends. (The arguments include open records; S of their entries are complete.)
 
     >>> env, first = np.array([0, 1, 0, 1, 0]), np.array([False, True, True, False, False])
     >>> find_sequences(env, first, np.array([True, True, True, True, False]))  # the last record is open
@@ -2824,7 +2828,7 @@ def compute_advantages(
     for slot in range(len(slots) - 1, -1, -1):
         e, is_complete, r, v, is_terminated, is_truncated, v_final, rho, c = slots[slot]
         if is_complete:
-            if is_terminated or is_truncated:
+            if is_terminated or is_truncated:  # what the walk has seen last is another episode
                 next_value[e], next_excess[e] = v_final if is_truncated else 0.0, 0.0
             delta = r + gamma * next_value[e] - v
             advantage_S[slot] = delta + gamma * gae_lambda * next_excess[e]
@@ -2932,7 +2936,7 @@ def cpc_loss(policy, features_MD, core_MH, action_MA, batch_sizes):
 
 def compute_targets(policy, rollout, records, options):
     """Write advantage and value target of these records (slots, each environment's in time order) into the rollout.
-    Returns how much of the targets' variance the values explained, to log."""
+    Returns, for the log, the share of the targets' variance that the values explain."""
     names = ("env", "complete", "reward", "terminated", "truncated")
     columns = {name: getattr(rollout, name)[records] for name in names}
     for name in ("value", "final_value"):
@@ -2999,12 +3003,12 @@ def run_sequences(policy, rollout, records, packed):
     """The policy on packed sequences: distribution and value_M of their steps, (features, memory), and what the buffer holds
     of these steps."""
     positions_M, batch_sizes, start_Q = packed
-    index_M, index_Q = (torch.from_numpy(records[positions]).to(rollout.device) for positions in (positions_M, start_Q))
-    batch = {name: getattr(rollout, name)[index_M] for name in ("action", "log_prob", "prev_action")}
-    obs = {key: part[index_M] for key, part in rollout.obs.items()}
+    slot_M, slot_Q = (torch.from_numpy(records[positions]).to(rollout.device) for positions in (positions_M, start_Q))
+    batch = {name: getattr(rollout, name)[slot_M] for name in ("action", "log_prob", "prev_action")}
+    obs = {key: part[slot_M] for key, part in rollout.obs.items()}
     first_M = torch.from_numpy(rollout.first[records[positions_M]]).to(rollout.device)
     with autocast(policy, rollout.device):
-        return *policy.sequences(obs, batch["prev_action"], first_M, rollout.state[index_Q], batch_sizes), batch
+        return *policy.sequences(obs, batch["prev_action"], first_M, rollout.state[slot_Q], batch_sizes), batch
 
 
 def update_policy(policy, optimizer, rollout, records, targets, packed, options, average):
@@ -3506,7 +3510,7 @@ def run_updates(run, policy, optimizer, collector, rollouts, spec, options, snap
                     collector.stop.check()
                     run.save(policy, optimizer, collector, options)
                 except (Interrupted, FloatingPointError) as error:
-                    # saved while processes still run: who sent the signal may be impatient
+                    # saved while processes still run: whoever sent the signal may be impatient
                     if isinstance(error, FloatingPointError):
                         collector.rollout = None  # it was learned from in part: go on without it
                     run.give_up(policy, optimizer, collector, options)

@@ -1,5 +1,6 @@
 """Environments that raise, die and hang are started again, and not one complete step is lost."""
 
+import argparse
 import os
 
 import numpy as np
@@ -61,6 +62,28 @@ def test_lost_steps_only(seed, sampler):
     assert len(set(learned)) == len(learned) == 12 * 48 and set(learned) <= set(workers.given)
     assert len(set(workers.given) - set(learned)) <= 4, "but for what waits to be completed"
     assert workers.losses > 20
+
+
+def test_lost_twice(monkeypatch):
+    """An environment is lost, and lost again before its first step of the next episode: the return of the step before goes
+    on with the value that stood in the record that was lost first, not with one of another episode."""
+    workers = LosingWorkers(2, lambda row, step: 1.0, seed=0)
+    answers = iter([1.0] * 6 + [0.0, 1.0] * 2 + [1.0] * 100)  # 0: lost; the two environments answer by turns
+    monkeypatch.setattr(workers, "rng", argparse.Namespace(random=lambda: next(answers)))
+    policy, rollout, collector = build(workers, 2, 12)
+    calls, cut_off = [], ver_ppo.cut_off
+
+    def noting(rollout, slot, row):
+        calls.append((int(slot), int(row), rollout.value[slot].item()))
+        cut_off(rollout, slot, row)
+
+    monkeypatch.setattr(ver_ppo, "cut_off", noting)
+    collect(policy, rollout, collector)
+    ver_ppo.check_rollout(rollout)
+    (slot, row, value), (again, _, other) = calls
+    assert slot == again and value != other and workers.losses == 2
+    before = np.flatnonzero((rollout.env == row) & (np.arange(len(rollout.env)) < slot))[-1]
+    assert rollout.lost[before] and rollout.final_value[before].item() == value
 
 
 def check_return(rollout, slot, options):

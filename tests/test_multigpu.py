@@ -146,7 +146,7 @@ def test_halves_are_the_whole():
         target[: one.size], target[one.size : one.size + two.size] = part[: one.size], other[: two.size]
     whole.env[one.size :] += one.num_envs
     before = torch.nn.utils.parameters_to_vector(policy.parameters()).detach().clone()
-    expected, whole_logs = step_weights(policy, whole, np.arange(one.size + two.size), options, ver_ppo.alone)
+    expected, whole_logs = step_weights(policy, whole, np.arange(one.size + two.size), options, ver_ppo.average_alone)
     torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-6)
     assert (expected - before).abs().max() > 1e-3
     assert whole_logs["losses/grad_norm"] == pytest.approx(logs["losses/grad_norm"], rel=1e-4)

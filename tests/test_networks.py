@@ -111,7 +111,7 @@ def test_running_statistics():
     batches = [rng.integers(50 * k, 50 * k + 90, (8, 128, 128, 3), dtype=np.uint8) for k in (0, 1, 2)]
     depths = [rng.random((8, 128, 128, 1), np.float32) for _ in batches]
     for rgb, depth in zip(batches, depths):
-        images.observe({"rgb": torch.from_numpy(rgb), "depth": torch.from_numpy(depth)}, ver_ppo.alone)
+        images.observe({"rgb": torch.from_numpy(rgb), "depth": torch.from_numpy(depth)}, ver_ppo.average_alone)
     everything = np.concatenate([np.concatenate(batches) / 255, np.concatenate(depths)], axis=3)
     mean, deviation = everything.mean(axis=(0, 1, 2)), everything.std(axis=(0, 1, 2))
     out = images({"rgb": torch.from_numpy(batches[0]), "depth": torch.from_numpy(depths[0])})
