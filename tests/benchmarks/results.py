@@ -126,7 +126,7 @@ def dump(result):
 
 def table():
     """The README's table: mean and range over the seeds of what each one's evaluation found."""
-    lines = ["| task | seeds | evaluation: mean (lowest–highest) |", "|---|---|---|"]
+    lines = ["| task | seeds | evaluation: mean (lowest to highest) |", "|---|---|---|"]
     for task, (words, _, names) in TASKS.items():
         runs = draw.load_result(task)["runs"]
         cells = []
@@ -134,7 +134,7 @@ def table():
             values = [run["evaluation"][name][0] for run in runs]
             digits = 0 if abs(values[0]) > 20 else 3
             shown = [f"{value:.{digits}f}".replace("-", "−") for value in (np.mean(values), min(values), max(values))]
-            cells.append(f"{name.replace('spl', 'SPL')} {shown[0]} ({shown[1]}–{shown[2]})")
+            cells.append(f"{name.replace('spl', 'SPL')} {shown[0]} ({shown[1]} to {shown[2]})")
         lines.append(f"| {words} | {len(runs)} | {', '.join(cells)} |")
     where = f"On {draw.load_result('pointnav')['machine']}; 200 episodes for each seed"
     return "\n".join([*lines, "", f"{where}, by [these commands](#commands-of-the-first-table)."])
