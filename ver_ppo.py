@@ -1530,8 +1530,8 @@ class Transfer(Shared):
     """One row for each environment in CPU shared memory: what it observed last, and the action it shall take next.
 
     A row belongs to the worker from the moment its number is sent down the worker's pipe until the worker announces it;
-    otherwise it belongs to whoever serves its request. So nobody reads an observation or an answer while it is being
-    written, without any lock.
+    otherwise it belongs to whoever serves its request. So no lock is needed: nobody reads an observation or an answer while
+    it is being written.
     """
 
     def __init__(self, spec, num_envs):
@@ -1808,6 +1808,7 @@ def worker_process(group, commands, rows, options, split, spec, transfer, starts
 
 
 EXIT_BAD_ANSWER = 3
+PAST_FAILURE = 2  # so many episodes further it begins anew: what has failed may be the reset to the next one
 
 
 class Restarts:
@@ -1857,9 +1858,8 @@ class ProcessGroup:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
         self.announced, self.announce = self.context.Pipe(duplex=False)
-        os.set_blocking(
-            self.announced.fileno(), False
-        )  # several may wake for the same numbers: who comes too late must not wait
+        # several may wake for the same numbers: who comes too late must not wait
+        os.set_blocking(self.announced.fileno(), False)
         self.error = torch.zeros(num_numbers, 8192, dtype=torch.uint8).share_memory_()
         self.commands = []
         self.watch()
@@ -2033,8 +2033,7 @@ class Workers(ProcessGroup):
         while self.inboxes[worker].poll():
             read_numbers(self.inboxes[worker])
         owed = [row for row in rows if self.transfer.sent_at[row] > 0]
-        # + 2: it may have failed in the reset to the next episode
-        self.start_worker(worker, {row: (int(self.transfer.episode[row]) + 2, []) for row in rows})
+        self.start_worker(worker, {row: (int(self.transfer.episode[row]) + PAST_FAILURE, []) for row in rows})
         self.processes[worker] = self.processes.pop()  # the new one, in the place of the old one
         if owed:
             self.send(owed)
@@ -2066,7 +2065,7 @@ class InlineWorkers:
                 raise EnvironmentFailure(reason) from None
             self.restarts.note(reason)
             self.environments[row] = self.make(row)
-            self.serve(row, int(self.transfer.episode[row]) + 2, [])  # it may have failed in the reset to the next episode
+            self.serve(row, int(self.transfer.episode[row]) + PAST_FAILURE, [])
 
     def send(self, rows):
         """Step these environments now."""
@@ -2182,8 +2181,8 @@ class Collector(Shared):
         return [torch.as_tensor(column[slots]).cpu() for column in self.rollout.columns()], carried, held
 
     def skip_episodes(self):
-        """A resumed run shall begin new episodes everywhere, past the one that failed, be it at the next reset."""
-        self.episode_N += 2
+        """A resumed run shall begin new episodes everywhere, past the one that failed."""
+        self.episode_N += PAST_FAILURE
         self.sent_N[:] = 0
 
     def environments(self):
@@ -2680,7 +2679,7 @@ def inference_process(group, commands, worker, weights, rollouts, collector, spe
         nn.utils.vector_to_parameters(vector, actor.parameters())  # as views: they change with what is published
     if weights.is_cuda:
         torch.cuda.set_device(weights.device)
-    number = 64 * (1 + int(collector.version)) + worker  # there are no more than 64
+    number = RANGES["num_inference_workers"][1] * (1 + int(collector.version)) + worker
     torch.manual_seed(episode_seed("train", options.seed, options.first_env, number))
     with contextlib.ExitStack() as stack:
         try:
