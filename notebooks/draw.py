@@ -121,6 +121,18 @@ def curves(result, tag):
     return steps_X, np.stack([np.interp(steps_X, *curve) for curve in found])
 
 
+def learning_curves(results):
+    """Success and SPL of tasks over their steps: a dictionary from label to what `load_result` gives."""
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3), sharey=True, layout="constrained")
+    for axis, tag in zip(axes, ("success", "spl")):
+        for color, (label, result) in zip(COLORS, results.items()):
+            steps, values_KX = curves(result, f"metrics/{tag}")
+            band(axis, steps / 1e6, values_KX, color, label)
+        axis.set(xlabel="million steps", ylim=(0, 1), title=f"{tag.replace('spl', 'SPL')}, last 100 training episodes")
+    axes[0].legend(frameon=False, loc="lower right")
+    return figure
+
+
 # ------------------------------------------------------------------------------------------------------------ PointNav
 
 
@@ -135,7 +147,7 @@ def load_policy(folder):
 
 
 @torch.inference_mode()
-def play(policy, env, seed, greedy=False):
+def play(policy, env, seed):
     """Play one episode: yields the environment after every step, and its last `info` is in `env.info`."""
     observation, _ = env.reset(seed=seed)
     state, action, first = torch.zeros(1, *policy.state_shape), torch.zeros(1, 1, dtype=torch.int64), torch.tensor([True])
@@ -143,7 +155,7 @@ def play(policy, env, seed, greedy=False):
     while not ended:
         obs = {key: torch.from_numpy(part)[None] for key, part in observation.items()}
         distribution, _, state = policy.step(obs, action, first, state)
-        action, first = distribution.mode if greedy else distribution.sample(), torch.tensor([False])
+        action, first = distribution.sample(), torch.tensor([False])
         observation, _, terminated, truncated, env.info = env.step(action.item())
         ended = terminated or truncated
         yield env

@@ -3,7 +3,6 @@
 import doctest
 import operator
 import re
-import shlex
 from pathlib import Path
 
 import pytest
@@ -43,32 +42,6 @@ def test_worked_examples(script):
     """The examples in the docstrings are true."""
     results = doctest.testmod(script)
     assert results.attempted >= 2 and results.failed == 0
-
-
-def readme_commands():
-    """Command lines of the README that start one of the scripts."""
-    return [
-        line.strip().split("  #")[0].strip()
-        for line in README.splitlines()
-        if re.match(r" {4}(.*&& )?(python ver_ppo|torchrun .* ver_multigpu).py", line)
-    ]
-
-
-@pytest.mark.parametrize("command", readme_commands())
-def test_readme_commands_are_understood(command, monkeypatch):
-    """Every option in the README exists and its values are accepted."""
-    kind = ver_multigpu.Options if "ver_multigpu" in command else ver_ppo.Options
-    args = shlex.split(re.split(r"(?:ver_ppo|ver_multigpu)\.py", command)[1])
-    monkeypatch.setattr(ver_ppo, "load_checkpoint", lambda path: {"options": vars(kind())})
-    if "--help" not in args:
-        ver_ppo.validate_options(ver_ppo.parse_options(args, kind))
-
-
-def test_readme_begins_with_the_two_commands():
-    """One line sets up and trains, one line sets up and tests."""
-    assert "    pip install -r requirements.txt && python ver_ppo.py --env-id pointnav\n" in README
-    assert "    pip install -r requirements.txt && python -m pytest" in README
-    assert len(readme_commands()) >= 5
 
 
 def test_every_option_is_explained():

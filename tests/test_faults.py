@@ -1,7 +1,7 @@
 """Environments that raise, die and hang are started again, and not one complete step is lost."""
 
-import argparse
 import os
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -69,7 +69,7 @@ def test_lost_twice(monkeypatch):
     on with the value that stood in the record that was lost first, not with one of another episode."""
     workers = LosingWorkers(2, lambda row, step: 1.0, seed=0)
     answers = iter([1.0] * 6 + [0.0, 1.0] * 2 + [1.0] * 100)  # 0: lost; the two environments answer by turns
-    monkeypatch.setattr(workers, "rng", argparse.Namespace(random=lambda: next(answers)))
+    monkeypatch.setattr(workers, "rng", SimpleNamespace(random=lambda: next(answers)))
     policy, rollout, collector = build(workers, 2, 12)
     calls, cut_off = [], ver_ppo.cut_off
 

@@ -11,19 +11,14 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 EACH = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
-def printed(notebook):
-    """All that a notebook's cells have printed."""
-    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
-    return "".join(output.get("text", "") for output in outputs)
-
-
 def check_outputs(notebook):
     """Every prediction was compared and holds; no cell has failed or warned."""
-    kinds = {output["output_type"] for cell in notebook.cells for output in cell.get("outputs", [])}
-    names = {output.get("name") for cell in notebook.cells for output in cell.get("outputs", [])}
-    assert "error" not in kinds and "stderr" not in names, printed(notebook)
-    assert re.findall(r"match: (\w+)", printed(notebook)) == ["True"] * printed(notebook).count("match:")
-    assert printed(notebook).count("match:") >= 3
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    kinds, names = ({output.get(field) for output in outputs} for field in ("output_type", "name"))
+    printed = "".join(output.get("text", "") for output in outputs)
+    assert "error" not in kinds and "stderr" not in names, printed
+    assert re.findall(r"match: (\w+)", printed) == ["True"] * printed.count("match:")
+    assert printed.count("match:") >= 3
     assert "display_data" in kinds  # pictures
 
 

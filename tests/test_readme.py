@@ -13,19 +13,42 @@ from conftest import ROOT
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_docs import README
 from test_multigpu import free_port
+from test_run import run_folders
 
 sys.path.append(str(ROOT / "tests" / "benchmarks"))
 import results  # noqa: E402
 
 COMMANDS = re.findall(r"^ {4}((?:pip|python|torchrun|tensorboard|sbatch) .*)", README, re.M)
+SCRIPTS = [command for command in COMMANDS if re.search(r"(python ver_ppo|torchrun .* ver_multigpu)\.py", command)]
 RUN = [command for command in COMMANDS if "# not run by the tests" not in command and "-m pytest" not in command]
 SHORT = ["--total-timesteps", "1", "--eval-episodes", "2"]  # one rollout
 
 
+def arguments(command):
+    """What stands behind the script's name, without the comment."""
+    return shlex.split(re.split(r"(?:ver_ppo|ver_multigpu)\.py", command.split("  #")[0])[1])
+
+
 def run_folder(path):
     """The only run folder there."""
-    (folder,) = (child for child in path.iterdir() if child.is_dir())
+    (folder,) = run_folders(path)
     return folder
+
+
+@pytest.mark.parametrize("command", SCRIPTS)
+def test_readme_commands_are_understood(command, monkeypatch):
+    """Every option in the README exists and its values are accepted."""
+    kind, args = ver_multigpu.Options if "ver_multigpu" in command else ver_ppo.Options, arguments(command)
+    monkeypatch.setattr(ver_ppo, "load_checkpoint", lambda path: {"options": vars(kind())})
+    if "--help" not in args:
+        ver_ppo.validate_options(ver_ppo.parse_options(args, kind))
+
+
+def test_readme_begins_with_the_two_commands():
+    """One line sets up and trains, one line sets up and tests."""
+    assert "    pip install -r requirements.txt && python ver_ppo.py --env-id pointnav\n" in README
+    assert "    pip install -r requirements.txt && python -m pytest" in README
+    assert len(SCRIPTS) >= 5
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +63,7 @@ def earlier_run(tmp_path_factory):
 def test_command_runs(command, tmp_path, monkeypatch, request):
     """The line as it stands, but for the number of steps and where it writes."""
     monkeypatch.chdir(tmp_path)
-    args = shlex.split(command.split("  #")[0].split("ver_ppo.py")[1])
+    args = arguments(command)
     if "runs/" in command:
         earlier = str(request.getfixturevalue("earlier_run"))
         args = [re.sub(r"^runs/pointnav__ver__1__\d+", earlier, arg) for arg in args]
@@ -106,11 +129,11 @@ def test_metrics_glossary(tmp_path):
 
 
 def test_own_environment(tmp_path, monkeypatch):
-    """The README's example works by the command below it, and learns to remember."""
+    """The README's example works by the command below it, and learns."""
     (tmp_path / "corridor.py").write_text(re.search(r"```python\n(.*?)```", README, re.S)[1])
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
     command = next(command for command in COMMANDS if "corridor:" in command)
-    assert ver_ppo.main(shlex.split(command)[2:]) == 0
+    assert ver_ppo.main(arguments(command)) == 0
     arrived = EventAccumulator(str(run_folder(tmp_path / "runs"))).Reload().Scalars("eval/arrived")[-1].value
     assert arrived > 0.9

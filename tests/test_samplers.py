@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import ver_ppo
-from virtual_clock import SPEC, VirtualWorkers, build, collect, reward_of
+from virtual_clock import SPEC, AsyncLearner, VirtualWorkers, build, collect, reward_of
 
 
 def table(seed, num_envs=4, spread=0.8):
@@ -68,26 +68,20 @@ def test_equal_speeds_make_all_samplers_alike():
             np.testing.assert_array_equal(one, two)
 
 
-class Learner:
-    """Stands in for the learner of `async`: looks at finished trajectories, gives them back, and ends it all."""
+class Learner(AsyncLearner):
+    """Looks at finished trajectories, gives them back, and ends it all."""
 
     def __init__(self, pool, collector, count):
-        self.pool, self.collector, self.count, self.seen = pool, collector, count, []
-        self.read_end, write_end = (os.fdopen(fd, mode, buffering=0) for fd, mode in zip(os.pipe(), ("rb", "wb")))
-        os.set_blocking(self.read_end.fileno(), False)
-        self.finished = write_end
+        super().__init__(pool, collector)
+        self.count, self.seen = count, []
 
     def check(self):
-        """Called wherever collection looks for a signal."""
-        with contextlib.suppress(BlockingIOError):
-            for number in ver_ppo.read_numbers(self.read_end):
-                slots = number * self.pool.length + np.arange(self.pool.length)
-                ver_ppo.check_trajectories(self.pool, slots, self.collector.version)
-                self.seen.append(
-                    (self.pool.env[slots].copy(), self.pool.reward[slots].copy(), self.pool.value[slots].clone())
-                )
-                self.pool.free_P[number] = True
-                self.collector.version += 1
+        for number in self.announced():
+            slots = number * self.pool.length + np.arange(self.pool.length)
+            ver_ppo.check_trajectories(self.pool, slots, self.collector.version)
+            self.seen.append((self.pool.env[slots].copy(), self.pool.reward[slots].copy(), self.pool.value[slots].clone()))
+            self.pool.free_P[number] = True
+            self.collector.version += 1
         if len(self.seen) >= self.count:
             raise ver_ppo.Interrupted(0)
 

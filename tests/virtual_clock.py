@@ -88,25 +88,38 @@ def learn(policy, optimizer, rollout, options):
     return logs | ver_ppo.learn(policy, optimizer, rollout, records, options)
 
 
-class VirtualLearner:
-    """Stands in for the learner of --sampler async: learns from N finished trajectories at a time, while collecting goes on,
-    gives them back afterwards, and ends it all after so many updates."""
+class AsyncLearner:
+    """What stands in for the learner of --sampler async: `collect_trajectories` announces finished trajectories to it, and
+    calls its `check` wherever it looks for a signal."""
 
-    def __init__(self, workers, pool, collector, learning_sec, updates):
-        self.workers, self.pool, self.collector = workers, pool, collector
-        self.learning_sec, self.updates = learning_sec, updates
-        self.waiting, self.phases, self.learning = [], [], None  # the trajectories that are being learned from
+    def __init__(self, pool, collector):
+        self.pool, self.collector = pool, collector
         self.read_end, self.finished = (os.fdopen(fd, mode, buffering=0) for fd, mode in zip(os.pipe(), ("rb", "wb")))
         os.set_blocking(self.read_end.fileno(), False)
 
-    def check(self):
-        """Called wherever collection looks for a signal."""
+    def announced(self):
+        """The numbers of the trajectories that were finished since the last call."""
         with contextlib.suppress(BlockingIOError):
-            self.waiting += ver_ppo.read_numbers(self.read_end)
-        if not self.pool.free_P.any():  # environments wait for the learner, and time goes on
-            until = [time for time, _ in self.workers.events[:1]] + [self.phases[-1][0] + self.learning_sec]
+            return ver_ppo.read_numbers(self.read_end)
+        return []
+
+
+class VirtualLearner(AsyncLearner):
+    """Learns from N finished trajectories at a time, while collecting goes on, gives them back afterwards, and ends it all
+    after so many updates."""
+
+    def __init__(self, workers, pool, collector, learning_sec, updates):
+        super().__init__(pool, collector)
+        self.workers, self.learning_sec, self.updates = workers, learning_sec, updates
+        self.waiting, self.phases, self.learning = [], [], None  # the trajectories that are being learned from
+
+    def check(self):
+        self.waiting += self.announced()
+        learned_at = sum(self.phases[-1]) if self.learning else np.inf
+        if self.learning and not self.pool.free_P.any():  # environments wait for the learner, and time goes on
+            until = [time for time, _ in self.workers.events[:1]] + [learned_at]
             self.workers.now = max(self.workers.now, min(until))
-        if self.learning and self.workers.now >= self.phases[-1][0] + self.learning_sec:
+        if self.workers.now >= learned_at:
             self.pool.free_P[self.learning], self.learning = True, None
             self.collector.version += 1
             if len(self.phases) == self.updates:

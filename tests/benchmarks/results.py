@@ -23,7 +23,6 @@ import time
 from pathlib import Path
 
 import matplotlib
-import matplotlib.pyplot as plt
 import numpy as np
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -154,14 +153,8 @@ def pictures():
     draw.setup()
     timeline = draw.compare_samplers(draw.step_times(4, 0.4, 0.6), 8, 3, inference_sec=0.05, learning_sec=3.0, height=6.0)
     timeline.savefig(ROOT / "notebooks" / "pictures" / "timeline.png", dpi=90)
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3), sharey=True)
-    for axis, tag in zip(axes, ("success", "spl")):
-        for task, color, label in (("pointnav", draw.BLUE, "depth camera"), ("pointnav-blind", draw.ORANGE, "blind")):
-            steps, values_KX = draw.curves(draw.load_result(task), f"metrics/{tag}")
-            draw.band(axis, steps / 1e6, values_KX, color, label)
-        axis.set(xlabel="million steps", title=f"{tag.replace('spl', 'SPL')}, last 100 training episodes", ylim=(0, 1))
-    axes[0].legend(frameon=False, loc="lower right")
-    figure.tight_layout()
+    tasks = {"depth camera": "pointnav", "blind": "pointnav-blind"}
+    figure = draw.learning_curves({label: draw.load_result(task) for label, task in tasks.items()})
     figure.savefig(ROOT / "notebooks" / "pictures" / "pointnav.png", dpi=100)
 
 
