@@ -12,8 +12,10 @@ from matplotlib.patches import Patch, Rectangle
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "notebooks" / "results"  # written by tests/benchmarks/results.py
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # the scripts, and the virtual clock of the tests
-import ver_ppo  # noqa: E402
 import virtual_clock  # noqa: E402
+
+import ver_ppo  # noqa: E402
+from notebooks.pointnav import SUCCESS_M  # noqa: E402
 
 # Okabe and Ito's colours: they differ for the colour-blind, and on white and on grey
 BLUE, ORANGE, GREEN, RED, PURPLE, SKY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9"
@@ -50,13 +52,17 @@ def legend(axis, colors, **more):
 SAMPLERS = {"sync": GREY, "nover": ORANGE, "ver": BLUE, "async": PURPLE}
 
 
-def timeline(axis, num_envs, steps, phases, title, carries_over=True):
+def timeline(axis, num_envs, steps, phases, title, marks_in_flight=True):
     """What every environment and the learner did when: `steps` (environment, begin, seconds), `phases` (begin, seconds)."""
-    names = {"simulating a step": BLUE, "in flight when learning begins: carried over": ORANGE, "learning": DARK}
+    names = {
+        "simulating a step": BLUE,
+        "in flight when learning begins: counts for the next rollout": ORANGE,
+        "learning": DARK,
+    }
     step, in_flight, learning = names.values()
     for env, begin, sec in steps:
-        carried = carries_over and any(begin < phase < begin + sec for phase, _ in phases)
-        color = in_flight if carried else step
+        crosses = marks_in_flight and any(begin < phase < begin + sec for phase, _ in phases)
+        color = in_flight if crosses else step
         axis.broken_barh([(begin, sec)], (env - 0.4, 0.8), facecolor=color, edgecolor="white", lw=0.5)
     axis.broken_barh(phases, (num_envs - 0.4, 0.8), facecolor=learning)
     axis.set(ylim=(num_envs + 0.6, -0.6), yticks=range(num_envs + 1), xlabel="seconds")
@@ -81,7 +87,7 @@ def compare_samplers(seconds_NK, num_steps, updates, inference_sec, learning_sec
         learned, sec, steps, phases = run
         title = f"{sampler}: {learned} steps in {sec:.0f} seconds, {learned / sec:.1f} a second"
         begun = [step for step in steps if step[1] < sec]
-        names = timeline(axis, len(seconds_NK), begun, phases, title, carries_over=sampler != "async")
+        names = timeline(axis, len(seconds_NK), begun, phases, title, marks_in_flight=sampler != "async")
         axis.axvline(sec, color="black", lw=1)
         axis.set_xlabel("seconds" if axis is axes[-1] else "")
     figure.legend(*zip(*[(Patch(color=color), name) for name, color in names.items()]), ncol=3, loc="outside lower center")
@@ -89,7 +95,7 @@ def compare_samplers(seconds_NK, num_steps, updates, inference_sec, learning_sec
 
 
 def cells(axis, row, columns, colors, texts, size=9):
-    """Squares in a row, each with a colour and a text: slots of a buffer."""
+    """Squares in a row, each with a colour and a text: steps of a rollout."""
     for column, color, text in zip(columns, colors, texts):
         axis.add_patch(Rectangle((column, row), 0.94, 0.9, facecolor=color, edgecolor="white"))
         ink = "white" if color in (BLUE, GREEN, RED, DARK) else "black"
@@ -138,17 +144,17 @@ def learning_curves(results):
 
 def load_policy(folder):
     """Policy and options of a finished run."""
-    path = Path(folder) / "checkpoint.pt"
-    saved = ver_ppo.load_checkpoint(path)
-    options = ver_ppo.replace(ver_ppo.Options(**saved["options"]), device="cpu")
+    saved = ver_ppo.load_checkpoint(Path(folder) / "checkpoint.pt")
+    options = ver_ppo.Options(**saved["options"] | {"device": "cpu"})
     policy = ver_ppo.Policy(ver_ppo.describe_env(options), options)
-    ver_ppo.load_policy(policy, saved, path)
+    policy.load_state_dict(saved["policy"])
     return policy, options
 
 
 @torch.inference_mode()
 def play(policy, env, seed):
-    """Play one episode: yields the environment after every step, and its last `info` is in `env.info`."""
+    """Play one episode: yields the environment, without wrappers, after every step; its last `info` is in `env.info`."""
+    env = env.unwrapped
     observation, _ = env.reset(seed=seed)
     state, action, first = torch.zeros(1, *policy.state_shape), torch.zeros(1, 1, dtype=torch.int64), torch.tensor([True])
     ended = False
@@ -161,6 +167,15 @@ def play(policy, env, seed):
         yield env
 
 
+def shortest_path(env):
+    """Points of the shortest path from where the agent stands to the goal."""
+    points, beyond = [env.position], np.inf
+    while beyond > 0:
+        via = np.where(env.beyond_C < beyond, env.waypoints(points[-1]), np.inf).argmin()
+        points, beyond = [*points, env.waypoints_C2[via]], env.beyond_C[via]
+    return points
+
+
 def plan_view(axis, env):
     """A floor plan from above: the shortest path from the start, the path that was walked, and where it ended; around the
     goal a circle of 0.2 m."""
@@ -168,10 +183,10 @@ def plan_view(axis, env):
     for box, (x0, y0, x1, y1) in enumerate(plan.boxes_K4):
         axis.add_patch(Rectangle((x0, y0), x1 - x0, y1 - y0, color=DARK if box < plan.num_walls else "#B0B0B0", lw=0))
     env.position = start
-    axis.plot(*np.array(env.shortest_path()).T, color=GREEN, lw=3, alpha=0.6)
+    axis.plot(*np.array(shortest_path(env)).T, color=GREEN, lw=3, alpha=0.6)
     env.position = end
     axis.plot(*np.array(env.path).T, color=BLUE, lw=1.5)
-    axis.add_patch(plt.Circle(env.goal, ver_ppo.SUCCESS_M, fill=False, edgecolor="black", lw=1))
+    axis.add_patch(plt.Circle(env.goal, SUCCESS_M, fill=False, edgecolor="black", lw=1))
     axis.plot(*start, "o", color=BLUE, ms=6)
     axis.plot(*end, "x", color=RED, ms=8, mew=2)
     axis.set(xlim=(-0.1, plan.size[0] + 0.1), ylim=(-0.1, plan.size[1] + 0.1), aspect="equal", xticks=[], yticks=[])

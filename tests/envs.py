@@ -86,19 +86,30 @@ class Continuous(Count):
         return self.advance(float(action[0, 0]) / 4)
 
 
-class TextObservation(Count):
-    """An observation space that is not supported."""
+class Unsupported(Count):
+    """With a space that is not supported."""
 
-    observation_space = spaces.Dict({"speech": spaces.Text(10)})
-
-
-class TupleAction(Count):
-    """An action space that is not supported."""
-
-    action_space = spaces.Tuple([spaces.Discrete(2), spaces.Discrete(2)])
+    def __init__(self, render_mode=None, **its_spaces):
+        super().__init__()
+        vars(self).update(its_spaces)
 
 
-for name in ("Cue", "Count", "Everything", "Continuous", "TextObservation", "TupleAction"):
+class Told(Count):
+    """Keeps what it is told."""
+
+    def __init__(self, options, split, number, limit, render_mode=None):
+        super().__init__(limit)
+        self.told = options, split, number, limit
+
+
+for name in ("Cue", "Count", "Everything", "Continuous"):
     gym.register(f"{name}-v0", f"{__name__}:{name}")
+for name, its_spaces in {
+    "TextObservation": {"observation_space": spaces.Dict({"speech": spaces.Text(10)})},
+    "TupleAction": {"action_space": spaces.Tuple([spaces.Discrete(2), spaces.Discrete(2)])},
+    "IntegerAction": {"action_space": spaces.Box(0, 9, (2,), np.int64)},
+}.items():
+    gym.register(f"{name}-v0", f"{__name__}:Unsupported", kwargs=its_spaces)
 gym.register("Scenes-v0", f"{__name__}:Count", kwargs={"limit": 150})
+gym.register("Told-v0", f"{__name__}:Told", kwargs={"options": None, "split": "", "number": 0, "limit": 9})
 gym.register("Autoreset-v0", lambda **kwargs: gym.wrappers.Autoreset(Count(**kwargs)))

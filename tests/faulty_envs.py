@@ -33,6 +33,7 @@ DEADLY = {  # what can happen instead of an answer
     "exit": lambda: os._exit(7),
     "segfault": lambda: os.kill(os.getpid(), signal.SIGSEGV),
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "hang": lambda: time.sleep(3600),
     "leak": leak,
 }
 RUBBISH = {  # what an answer can be instead: (observation, reward) made of the right ones
@@ -40,12 +41,11 @@ RUBBISH = {  # what an answer can be instead: (observation, reward) made of the 
     "reward": lambda observation, reward: (observation, np.inf),
     "shape": lambda observation, reward: (observation[:1], reward),
     "keys": lambda observation, reward: ({"another": observation}, reward),
-    "none": lambda observation, reward: (observation, None),
 }
 
 
 class Faulty(Count):
-    """Misbehaves at its 90th step of life in the way that `fault` names."""
+    """Misbehaves at its 90th step of life, the 10th of its 5th episode, in the way that `fault` names."""
 
     def __init__(self, fault, render_mode=None):
         super().__init__(limit=20)
@@ -54,11 +54,10 @@ class Faulty(Count):
     def step(self, action):
         self.life += 1
         observation, reward, *rest = super().step(action)
+        if self.life == 90 and self.fault in DEADLY:
+            DEADLY[self.fault]()
         if self.life == 90:
-            if self.fault == "hang":
-                time.sleep(3600)
-            DEADLY.get(self.fault, lambda: None)()
-            observation, reward = RUBBISH.get(self.fault, lambda *answer: answer)(observation, reward)
+            observation, reward = RUBBISH[self.fault](observation, reward)
         return observation, reward, *rest
 
 
@@ -110,7 +109,7 @@ class Numbered(gym.Wrapper):
         if time.monotonic() > self.until["DEATH"]:
             DEADLY[self.random.choice(["raise", "exit", "segfault", "kill"])]()
         if time.monotonic() > self.until["HANG"]:
-            time.sleep(3600)
+            DEADLY["hang"]()
         self.steps += 1
         observation, *rest = self.env.step(action)
         return self.numbered(observation), *rest
@@ -124,5 +123,5 @@ def number_of(number_B3):
 
 for name in ("Broken", "Late", "Numbered"):
     gym.register(f"{name}-v0", f"{__name__}:{name}")
-for fault in ("hang", *DEADLY, *RUBBISH):
+for fault in (*DEADLY, *RUBBISH):
     gym.register(f"Faulty-{fault}-v0", f"{__name__}:Faulty", kwargs={"fault": fault})

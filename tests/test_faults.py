@@ -1,204 +1,351 @@
-"""Environments that raise, die and hang are started again, and not one complete step is lost."""
+"""What survives what: environments that fail, signals, full disks, damaged files, gradients that are no numbers."""
 
+import itertools
 import os
+import signal
+import subprocess
+import sys
+import time
 from types import SimpleNamespace
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from virtual_clock import SPEC, VirtualWorkers, build
+
 import ver_ppo
-from virtual_clock import VirtualWorkers, build, collect, learn, observation_of, reward_of
-
 from tests.benchmarks import soak
-from tests.test_run import REMOTE, children, fill_disk, logged_values, run_folders, same, small
+from tests.test_run import (
+    ROOT,
+    WHERE,
+    alive_in_group,
+    logged,
+    nobody_left,
+    one_line,
+    run_folders,
+    run_here,
+    same,
+    saved,
+    small,
+    wait_until,
+)
 
 
-class LosingWorkers(VirtualWorkers):
-    """Now and then an environment is started again instead of answering; its steps are numbered on from the next hundred."""
+class Mortal(gym.Env):
+    """Raises in one step of twelve. The rewards that it gives are different numbers, noted in `given`."""
 
-    def __init__(self, *args, seed, **more):
-        super().__init__(*args, **more)
-        self.rng, self.given, self.losses = np.random.default_rng(seed), [], 0
+    rng, given = np.random.default_rng(0), []
 
-    def answer(self, row):
-        step, out = self.steps_N[row], self.transfer
-        out.lost[row] = step < 0 or self.rng.random() < 0.08
-        if step >= 0 and not out.lost[row]:
-            self.given.append((row, step))
-        super().answer(row)
-        if out.lost[row] and step >= 0:
-            self.losses += 1
-            self.steps_N[row] = step // 100 * 100 + 100
-            out.first[row], out.terminated[row], out.truncated[row], out.reward[row] = True, False, False, 1e6
-            out.obs["obs"][row] = observation_of(row, self.steps_N[row])
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self.observe(), {}
 
+    def observe(self):
+        return self.np_random.normal(size=4).astype(np.float32)
 
-@pytest.mark.parametrize("sampler", ["ver", "nover", "sync"])
-@pytest.mark.parametrize("seed", range(10))
-def test_lost_steps_only(seed, sampler):
-    """Whatever is lost when: every step that was answered is learned from once, with its own reward, all invariants hold,
-    and returns before a loss go on with the value that stood in the lost record."""
-    rng = np.random.default_rng(seed)
-    durations = rng.uniform(0.2, 4.0, 64)
-    workers = LosingWorkers(
-        4,
-        lambda row, step: durations[(11 * row + step) % 64],
-        lambda row, step: [None, "terminated", "truncated"][step % 3] if step % 9 == 8 else None,
-        seed=seed,
-    )
-    policy, rollout, collector = build(workers, 4, 12, sampler=sampler)
-    options = ver_ppo.Options(num_envs=4, num_steps=12, hidden_size=8, num_minibatches=1)
-    optimizer, learned = torch.optim.Adam(policy.parameters(), lr=1e-3), []
-    for collector.version[...] in range(12):
-        collect(policy, rollout, collector)
-        ver_ppo.check_rollout(rollout)
-        learn(policy, optimizer, rollout, options)
-        for slot in np.flatnonzero(rollout.complete):
-            row, number = int(rollout.env[slot]), rollout.reward[slot] - int(rollout.env[slot])
-            step = round(float(number) * 1000)
-            assert rollout.reward[slot] == pytest.approx(reward_of(row, step))
-            learned.append((row, step))
-            check_return(rollout, slot, options)
-    assert len(set(learned)) == len(learned) == 12 * 48 and set(learned) <= set(workers.given)
-    assert len(set(workers.given) - set(learned)) <= 4, "but for what waits to be completed"
-    assert workers.losses > 20
+    def step(self, action):
+        if self.rng.random() < 1 / 12:
+            raise RuntimeError("the simulator is out of paint")
+        self.given.append(len(self.given) + 1)
+        return self.observe(), self.given[-1], self.rng.random() < 0.1, False, {}
 
 
-def test_lost_twice(monkeypatch):
-    """An environment is lost, and lost again before its first step of the next episode: the return of the step before goes
-    on with the value that stood in the record that was lost first, not with one of another episode."""
-    workers = LosingWorkers(2, lambda row, step: 1.0, seed=0)
-    answers = iter([1.0] * 6 + [0.0, 1.0] * 2 + [1.0] * 100)  # 0: lost; the two environments answer by turns
-    monkeypatch.setattr(workers, "rng", SimpleNamespace(random=lambda: next(answers)))
-    policy, rollout, collector = build(workers, 2, 12)
-    calls, cut_off = [], ver_ppo.cut_off
+class MortalWorkers(VirtualWorkers):
+    """The shipped environments under the virtual clock; one that raises is started again."""
 
-    def noting(rollout, slot, row):
-        calls.append((int(slot), int(row), rollout.value[slot].item()))
-        cut_off(rollout, slot, row)
+    def __init__(self, num_envs, duration):
+        super().__init__(num_envs, duration)
+        options, self.restarts = ver_ppo.Options(), 0
+        self.environments = [ver_ppo.CheckedEnvironment(e, options, "train", SPEC, self.io) for e in range(num_envs)]
 
-    monkeypatch.setattr(ver_ppo, "cut_off", noting)
-    collect(policy, rollout, collector)
-    ver_ppo.check_rollout(rollout)
-    (slot, row, value), (again, _, other) = calls
-    assert slot == again and value != other and workers.losses == 2
-    before = np.flatnonzero((rollout.env == row) & (np.arange(len(rollout.env)) < slot))[-1]
-    assert rollout.lost[before] and rollout.final_value[before].item() == value
+    def answer(self, e):
+        self.steps_N[e] += 1
+        try:
+            self.environments[e].answer()
+        except ver_ppo.EnvironmentFailure:
+            self.restarts, self.environments[e].env = self.restarts + 1, None
+            self.environments[e].answer()
 
 
-def check_return(rollout, slot, options):
-    """The advantage of a step before a loss: one temporal difference, to the value of the lost record."""
-    if rollout.lost[slot]:
-        following = rollout.final_value[slot].item()
-        assert following != 0
-        expected = rollout.reward[slot] + options.gamma * following - rollout.value[slot].item()
-        assert rollout.advantage[slot] == pytest.approx(expected, rel=1e-4)
+@pytest.mark.parametrize("sampler", ["ver", "nover", "sync", "async"])
+@pytest.mark.parametrize("seed", range(3))
+def test_made_up_steps(monkeypatch, sampler, seed):
+    """Whatever fails when: every step that was answered is learned from once; each restart adds one step, truncated, whose
+    reward is the discounted value of what was seen last; all invariants hold."""
+    monkeypatch.setattr(Mortal, "rng", np.random.default_rng(seed))
+    monkeypatch.setattr(Mortal, "given", [])
+    monkeypatch.setattr(ver_ppo, "make_env", lambda *args: Mortal())
+    durations = Mortal.rng.uniform(0.2, 4.0, 64)
+    workers = MortalWorkers(4, lambda e, step: durations[(11 * e + step) % 64])
+    policy, rollout, c = build(workers, 4, 12, sampler=sampler)
+    trajectories, learned, made_up = ver_ppo.Trajectories(SPEC, policy, c.options), [], 0
+    for c.version in range(12):
+        if sampler == "async":
+            trajectories.collect(lambda: policy, rollout, c)
+        else:
+            ver_ppo.collect_rollout(policy, rollout, c)
+        ver_ppo.check_rollout(rollout, c.version, lag=12 * (sampler == "async"))
+        is_made_up = rollout.step_sec == 0.0
+        learned += rollout.reward[~is_made_up].tolist()
+        made_up += is_made_up.sum()
+        for step in np.flatnonzero(is_made_up):
+            check_made_up_step(policy, rollout, step)
+    waiting = 4 if sampler != "async" else 4 + 4 * 12  # answered, but not taken, or of unfinished trajectories
+    assert len(set(learned)) == len(learned) == 12 * 48 - made_up and set(learned) <= set(Mortal.given)
+    assert len(Mortal.given) - len(learned) <= waiting
+    assert workers.restarts - waiting <= made_up <= workers.restarts and made_up > 20
 
 
-CASES = [(fault, workers, "here") for fault in ("raise", "exit", "segfault", "hang", "leak") for workers in ("2", "4")]
-CASES += [("raise", "0", "here"), ("raise", "0", "overlap"), ("exit", "2", "overlap"), ("hang", "2", "async")]
-CASES += [("segfault", "2", "two inference workers"), ("raise", "2", "async")]
+@torch.no_grad()
+def check_made_up_step(policy, rollout, step):
+    """It is the end of its episode, and worth what the policy expects when it sees the same once more."""
+    obs, action = {"obs": torch.as_tensor(rollout.obs["obs"][[step]])}, torch.as_tensor(rollout.action[[step]])
+    before = (torch.as_tensor(getattr(rollout, name)[[step]]) for name in ("prev_action", "first", "state"))
+    *_, state = policy.step(obs, *before)
+    value = policy.step(obs, action, torch.tensor([False]), state)[1].item()
+    assert rollout.reward[step] == pytest.approx(0.99 * value, abs=1e-6) and value != 0
+    assert rollout.done[step] and np.isnan(rollout.episode_stats[step]).all()
+
+
+FAULTS = {  # and what is said
+    "raise": "out of paint",
+    "exit": "exit code 7",
+    "segfault": "exit code -11",
+    "hang": "no answer from environments",
+    "leak": "MemoryError",
+}
+CASES = [(fault, "2", "here") for fault in FAULTS] + [("exit", "4", "here"), ("raise", "0", "here")]
+CASES += [("raise", "0", "overlap"), ("hang", "2", "overlap"), ("segfault", "2", "async"), ("raise", "0", "async")]
 
 
 @pytest.mark.parametrize("fault, workers, where", CASES)
 def test_environments_are_started_again(tmp_path, capfd, fault, workers, where):
-    """Each environment fails at its 90th step. The run reaches its end, says what happened, and leaves nobody behind."""
-    args = small(tmp_path, "--env-id", f"tests.faulty_envs:Faulty-{fault}-v0", "--num-workers", workers, "--debug")
-    args += ["--total-timesteps", "1280", "--env-timeout", "2", "--max-worker-restarts", "1000", *REMOTE.get(where, [])]
-    assert ver_ppo.main(args) == 0
-    said = {
-        "raise": "out of paint",
-        "exit": "exit code 7",
-        "segfault": "exit code -11",
-        "hang": "no answer from environments",
-        "leak": "MemoryError",
-    }
-    (folder,) = run_folders(tmp_path)
-    if (workers, where) != ("0", "overlap"):  # there the collector process says it, and counts
-        assert said[fault] in capfd.readouterr().err
-        assert logged_values(folder, "time/restarts")[-1] >= 4 / max(1, int(workers)) * 2
-    assert children() == []
+    """Each environment fails at its 90th step. The run reaches its end, says what happened, counts a made-up step for every
+    environment of a worker that is started again, and leaves nobody behind."""
+    steps, timeout_sec = (480, 2) if fault == "hang" else (960, 60)
+    line = f"--env-id tests.faulty_envs:Faulty-{fault}-v0 --num-workers {workers} --debug --total-timesteps {steps}"
+    folder = run_here(tmp_path, f"{line} --env-timeout {timeout_sec} --max-worker-restarts 1000", *WHERE[where])
+    error, made_up = capfd.readouterr().err, sum(logged(folder, "ver/made_up_steps").values())
+    if where == "here":  # else the collecting process says it, where capfd does not hear it
+        expected = error.count("started again") * 4 / (int(workers) or 4)
+        assert FAULTS[fault] in error and made_up <= expected
+        assert expected - 4 <= made_up or fault == "hang"  # a process that is slow to start looks as if it hung
+    assert saved(folder)["step"] >= steps and made_up >= 1 and nobody_left()
 
 
-def test_too_many_restarts(tmp_path, capsys):
-    """The third within an hour ends the run, with the reason; all that was learned is saved."""
-    args = small(
-        tmp_path, "--env-id", "tests.faulty_envs:Faulty-raise-v0", "--num-workers", "2", "--max-worker-restarts", "2"
-    )
-    assert ver_ppo.main(args) == 1
-    error = capsys.readouterr().err
-    assert "out of paint" in error and "more than 2 restarts within an hour (--max-worker-restarts)" in error
-    (folder,) = run_folders(tmp_path)
-    assert ver_ppo.load_checkpoint(folder / "checkpoint.pt")["progress"]["step"] > 0
-    assert children() == []
+CASES = [("raise", "0", "here"), ("exit", "1", "here"), ("exit", "2", "async"), ("raise", "2", "overlap")]
+
+
+@pytest.mark.parametrize("fault, workers, where", CASES)
+def test_too_many_restarts(tmp_path, capfd, fault, workers, where):
+    """The reason, which environment it was, its step; exit status 1; what was learned is saved; nobody is left."""
+    args = small(tmp_path, "--env-id", f"tests.faulty_envs:Faulty-{fault}-v0", "--num-workers", workers, *WHERE[where])
+    assert ver_ppo.main([*args, "--env-timeout", "2", "--max-worker-restarts", "0"]) == 1
+    said, (folder,) = "".join(capfd.readouterr()), run_folders(tmp_path)
+    assert FAULTS[fault] in said and "more than 0 restarts within an hour (--max-worker-restarts)" in said
+    names = {"0": ["environment "], "1": ["environments [0, 1, 2, 3]"], "2": ["environments [", "environment "]}[workers]
+    assert any(name in said for name in names) and ("episode 5, step 10" in said) == (fault == "raise")
+    assert f"go on with: --resume {folder}" in said and saved(folder)["step"] >= 64 and nobody_left()
+
+
+def test_an_environment_that_cannot_be_made_again(tmp_path, monkeypatch, capfd):
+    """It is tried as often as any other restart; then the run ends."""
+    make_env, calls = ver_ppo.make_env, itertools.count()
+    monkeypatch.setattr(ver_ppo, "make_env", lambda *args: make_env(*args) if next(calls) < 5 else 1 / 0)
+    line = "--env-id tests.faulty_envs:Faulty-raise-v0 --num-workers 0 --max-worker-restarts 3"
+    assert ver_ppo.main(small(tmp_path, *line.split())) == 1
+    said = "".join(capfd.readouterr())
+    assert "out of paint" in said and "division by zero" in said and "more than 3 restarts within an hour" in said
 
 
 def test_restarts_are_forgotten(monkeypatch):
     """Only the last hour counts."""
-    now = [0.0]
-    monkeypatch.setattr(ver_ppo.time, "perf_counter", lambda: now[0])
-    restarts = ver_ppo.Restarts(2)
+    environment, now = SimpleNamespace(options=ver_ppo.Options(max_worker_restarts=2)), [0.0]
+    workers = SimpleNamespace(environments=[environment], restarted_at=[])
+    monkeypatch.setattr(ver_ppo.time, "monotonic", lambda: now[0])
     for now[0] in (0.0, 10.0, 3605.0, 3620.0):
-        restarts.note("reason")
-    with pytest.raises(ver_ppo.EnvironmentFailure, match="more than 2"):
-        restarts.note("reason")
-    assert restarts.total == 5
+        ver_ppo.note_restart(workers, "reason")
+    with pytest.raises(ver_ppo.EnvironmentFailure, match="reason\nmore than 2"):
+        ver_ppo.note_restart(workers, "reason")
 
 
-@pytest.mark.parametrize("workers", ["0", "2"])
-@pytest.mark.parametrize(
-    "fault, words",
-    [
-        ("observation", "observation 'obs' is not finite"),
-        ("reward", "reward is inf"),
-        ("shape", "observation 'obs' has shape (1,), the observation space (2,)"),
-        ("keys", "observation has ['another'], the observation space ['obs']"),
-    ],
-)
-def test_rubbish(tmp_path, capsys, fault, words, workers):
-    """An answer that is none ends the run at once: the message names environment, step and key; the checkpoint is kept."""
-    args = small(tmp_path, "--env-id", f"tests.faulty_envs:Faulty-{fault}-v0", "--num-workers", workers)
-    assert ver_ppo.main([*args, "--checkpoint-interval", "64"]) == 1
+RUBBISH = {
+    "observation": ["observation 'obs' is not finite"],
+    "reward": ["reward is inf"],
+    "shape": ["observation has the shapes {'obs': (1,)}", "the observation space {'obs': (2,)}"],
+    "keys": ["observation has the shapes {'another': (2,)}", "the observation space {'obs': (2,)}"],
+}
+CASES = [*itertools.product(RUBBISH, ("0", "2"), ["here"]), ("reward", "2", "overlap"), ("observation", "0", "async")]
+
+
+@pytest.mark.parametrize("fault, workers, where", CASES)
+def test_rubbish(tmp_path, capfd, fault, workers, where):
+    """An answer that is none ends the run: the message names environment, step and key; what was learned is saved."""
+    args = small(tmp_path, "--env-id", f"tests.faulty_envs:Faulty-{fault}-v0", "--num-workers", workers, *WHERE[where])
+    assert ver_ppo.main(args) == 1
+    said, (folder,) = "".join(capfd.readouterr()), run_folders(tmp_path)
+    assert all(words in said for words in RUBBISH[fault]) and "environment " in said and "episode 5, step 10" in said
+    assert "started again" not in said and saved(folder)["step"] >= 64 and nobody_left()
+
+
+@pytest.fixture
+def start(tmp_path):
+    """A function that starts a run in a process group of its own, and waits for its first checkpoint, and until it hangs if
+    it shall. Whatever happens, nobody of this group is left after the test."""
+    groups = []
+
+    def start_run(line, *args):
+        pipes = {"stderr": subprocess.STDOUT, "stdout": subprocess.PIPE, "text": True, "start_new_session": True}
+        command = [sys.executable, "ver_ppo.py", *small(tmp_path, *line.split(), *args), "--checkpoint-interval", "1"]
+        process = subprocess.Popen(command, cwd=ROOT, **pipes)
+        groups.append(process.pid)
+        wait_until(lambda: any(tmp_path.glob("*/checkpoint.pt")))
+        (checkpoint,) = tmp_path.glob("*/checkpoint.pt")
+        if "hang" in line:
+            wait_until(lambda: time.time() - checkpoint.stat().st_mtime > 2)
+        return process, checkpoint.parent
+
+    yield start_run
+    for pid in alive_in_group(groups[0]):
+        os.kill(pid, signal.SIGKILL)
+
+
+COUNT, HANG = "--env-id tests.envs:Count-v0 --num-workers", "--env-id tests.faulty_envs:Faulty-hang-v0 --num-workers"
+STOPS = [("SIGINT", "here", COUNT), ("SIGTERM", "async", HANG), ("SIGKILL", "here", COUNT), ("SIGKILL", "overlap", COUNT)]
+
+
+@pytest.mark.parametrize("name, where, line", STOPS)
+def test_signals(start, name, where, line):
+    """Ctrl-C and SIGTERM, to the whole process group as a terminal sends them: a checkpoint within seconds, how to go on,
+    exit status 130 or 143. SIGKILL, to the main process alone. Either way no process and no shared memory is left."""
+    number = getattr(signal, name)
+    process, folder = start(f"{line} 2", *WHERE[where])
+    everybody = alive_in_group(process.pid)
+    assert len(everybody) >= 5  # itself, fork server, resource tracker, two workers
+    os.kill(process.pid, number) if name == "SIGKILL" else os.killpg(process.pid, number)
+    said = process.communicate(timeout=30)[0]
+    assert process.returncode == (-9 if name == "SIGKILL" else 128 + number), said
+    assert name == "SIGKILL" or f"go on with: --resume {folder}" in said and "Traceback" not in said
+    assert saved(folder)["step"] > 0
+    wait_until(lambda: alive_in_group(process.pid) == [], 10)
+    assert not [file for file in os.listdir("/dev/shm") if any(f"_{pid}_" in file for pid in everybody)]
+
+
+def test_second_signal(start):
+    """It does not wait for what the run is doing: here, for an environment that hangs in the main process."""
+    process, _ = start(f"{HANG} 0")
+    process.terminate()
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(1)
+    process.terminate()
+    assert process.wait(10) == -signal.SIGTERM
+    process.stdout.close()
+
+
+CARTPOLE = "--env-id CartPole-v1 --num-workers 0 --total-timesteps"
+
+
+@pytest.mark.parametrize("error", [OSError("No space left on device"), RuntimeError("PytorchStreamWriter failed")])
+def test_full_disk(tmp_path, monkeypatch, capfd, error):
+    """Checkpoints that cannot be written are reported, the one before stays, training goes on. If the last one cannot be
+    written either: exit status 1, after the evaluation. Resuming replaces what the curves say of later steps."""
+
+    def fail(content, file):
+        file.write(b"half a checkp")
+        raise error
+
+    folder = run_here(tmp_path, f"{CARTPOLE} 64")
+    before, resume = (folder / "checkpoint.pt").read_bytes(), ["--resume", str(folder), "--total-timesteps", "192"]
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", fail)
+        assert ver_ppo.main([*resume, "--checkpoint-interval", "1", "--eval-episodes", "2"]) == 1
+    said = "".join(capfd.readouterr())
+    assert said.count("not written, the one before stays") == 3 and "evaluation, 2 sampled" in said
+    assert f"the last checkpoint could not be written: {error}" in said
+    assert (folder / "checkpoint.pt").read_bytes() == before and not (folder / "checkpoint.tmp").exists()
+    assert ver_ppo.main(resume) == 0 and saved(folder)["step"] == 192
+    assert [*logged(folder, "losses/entropy")] == [64, 128, 192]
+
+
+def test_full_disk_for_tensorboard(tmp_path, monkeypatch, capfd):
+    """Curves that cannot be written are reported once; training goes on to the end."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    def fail(*args):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(SummaryWriter, "add_scalar", fail)
+    folder = run_here(tmp_path, f"{CARTPOLE} 256 --eval-episodes 2")
+    assert "".join(capfd.readouterr()).count("TensorBoard's curves end at step 64: No space left on device") == 1
+    assert saved(folder)["step"] == 256
+
+
+def test_full_shared_memory(tmp_path, monkeypatch, capsys):
+    """What is needed, what is there, and how to get more; exit status 2."""
+    monkeypatch.setattr(ver_ppo.shutil, "disk_usage", lambda path: SimpleNamespace(free=100))
+    assert ver_ppo.main(small(tmp_path, *f"{CARTPOLE} 64 --overlap".split())) == 2
     error = capsys.readouterr().err
-    assert words in error and "environment " in error and "step 10" in error and "started again" not in error
+    assert "MiB of shared memory are needed and /dev/shm has 0: enlarge it (docker run --shm-size)" in error
+    assert "Traceback" not in error and nobody_left()
+
+
+def test_out_of_memory(capsys):
+    """One line that says what to lower."""
+
+    def too_much(options):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    assert ver_ppo.main(["--env-id", "CartPole-v1"], train=too_much) == 1
+    assert "Tried to allocate 2.00 GiB.: give more --num-minibatches, or less of --num-envs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("bad, skipped", [({5}, [0, 0.25, 0, 0]), ({0, 1, 6, 7, 15}, [0.5, 0.5, 0, 0.25])])
+def test_gradients_that_are_not_finite(tmp_path, monkeypatch, bad, skipped):
+    """Such a mini-batch is skipped and counted (a rollout has four, over two epochs); the others are learned from."""
+    calls, loss = itertools.count(), ver_ppo.ppo_loss
+
+    def spoilt(*args):
+        value, logs = loss(*args)
+        return value * (np.nan if next(calls) in bad else 1), logs
+
+    monkeypatch.setattr(ver_ppo, "ppo_loss", spoilt)
+    folder = run_here(tmp_path, f"{CARTPOLE} 256")
+    assert [*logged(folder, "losses/skipped").values()] == skipped
+    assert all(torch.isfinite(weights).all() for weights in saved(folder)["policy"].values())
+
+
+def test_no_gradient_is_finite(tmp_path, monkeypatch, capsys):
+    """An update without a single finite gradient ends the run; the checkpoint has the weights before it."""
+    update, weights = ver_ppo.ppo_update, []
+
+    def spoilt(policy, optimizer, rollout, *more):
+        weights.append({name: weight.clone() for name, weight in policy.state_dict().items()})
+        rollout.advantage[:] *= np.nan if len(weights) == 3 else 1
+        return update(policy, optimizer, rollout, *more)
+
+    monkeypatch.setattr(ver_ppo, "ppo_update", spoilt)
+    assert ver_ppo.main(small(tmp_path, *f"{CARTPOLE} 640".split())) == 1
+    assert "not one gradient of this update was finite: try a lower --learning-rate" in capsys.readouterr().err
     (folder,) = run_folders(tmp_path)
-    assert ver_ppo.load_checkpoint(folder / "checkpoint.pt")["progress"]["step"] >= 64
-    assert children() == []
+    assert saved(folder)["step"] == 128 and same(saved(folder)["policy"], weights[-1]) and len(weights) == 3
 
 
 def test_small_soak(tmp_path):
-    """Half a minute of tests/benchmarks/soak.py: deaths, hangs, Ctrl-C; each complete step is learned from once."""
-    wrong, sums, run = soak.soak(0.6, 0.3, death_sec=1.5, hang_sec=4, num_envs=4, folder=tmp_path, say=print)
+    """A short run of tests/benchmarks/soak.py: deaths, hangs, Ctrl-C, --resume; each step is learned from once."""
+    wrong, sums, _ = soak.soak(0.4, 0.2, death_sec=1.5, hang_sec=4, num_envs=4, folder=tmp_path, say=print)
     assert not wrong, wrong
-    assert (
-        sums["started again"] >= 5
-        and sums["learned"] > 500
-        and sums["answered"] <= sums["learned"] + sums["in the checkpoint"]
-    )
-
-
-def test_last_checkpoint_is_not_written(tmp_path, monkeypatch, capsys):
-    """Training that could not be saved at its end has failed: exit status 1, after the evaluation."""
-    monkeypatch.setattr(ver_ppo, "save_checkpoint", fill_disk)
-    args = small(
-        tmp_path, "--env-id", "CartPole-v1", "--num-workers", "0", "--total-timesteps", "64", "--eval-episodes", "2"
-    )
-    assert ver_ppo.main(args) == 1
-    said = capsys.readouterr()
-    assert "evaluation, 2 sampled" in said.out and "last checkpoint could not be written: No space left" in said.err
+    assert sums["started again"] >= 4 and sums["made up"] >= 3 and sums["learned"] > 300
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """A small checkpoint, of a run that was stopped in the middle of a rollout."""
-    folder = tmp_path_factory.mktemp("runs")
-    args = small(folder, "--env-id", "tests.faulty_envs:Faulty-reward-v0", "--num-workers", "0", "--hidden-size", "8")
-    assert ver_ppo.main(args) == 1
-    return run_folders(folder)[0] / "checkpoint.pt"
+    """A small checkpoint."""
+    return run_here(tmp_path_factory.mktemp("runs"), f"{CARTPOLE} 64", "--hidden-size", "8") / "checkpoint.pt"
 
 
 def test_damaged_checkpoints(tmp_path, checkpoint):
-    """Cut off anywhere, or with any bit changed: refused in one line, or it was a bit that says nothing (padding, dates)."""
+    """Cut off anywhere: refused in one line. With any bit changed: refused in one line, or it can be read."""
     whole, rng, refused = checkpoint.read_bytes(), np.random.default_rng(0), 0
     content, path = ver_ppo.load_checkpoint(checkpoint), tmp_path / "checkpoint.pt"
     for case in range(150):
@@ -209,28 +356,30 @@ def test_damaged_checkpoints(tmp_path, checkpoint):
             damaged[rng.integers(len(whole))] ^= 1 << rng.integers(8)
         path.write_bytes(damaged)
         try:
-            assert same(ver_ppo.load_checkpoint(path), content)
+            assert ver_ppo.load_checkpoint(path).keys() == content.keys() and case % 3
         except ver_ppo.UserError as error:
             assert str(path) in str(error) and "\n" not in str(error)
             refused += 1
-    assert refused > 100
+    assert refused >= 60
 
 
 def test_hostile_checkpoints(tmp_path, checkpoint, capsys):
-    """Code anywhere in the file is refused, and not executed; so are other types and another version."""
+    """Code anywhere in the file is refused, and not executed; so are files of other programs and of other versions."""
     content, path = ver_ppo.load_checkpoint(checkpoint), tmp_path / "checkpoint.pt"
     code = Code(tmp_path / "executed")
-    bad = [{key: thing} for key in content for thing in (code, None, "rubbish", [code], {"code": code}, torch.zeros(2), 99)]
-    bad += [{"options": {**content["options"], "seed": code}}, {"progress": {**content["progress"], "recent": [code]}}]
-    for change in bad:
-        torch.save({**content, **change}, path)
-        for how in (["--checkpoint", str(path)], ["--resume", str(tmp_path)]):
-            capsys.readouterr()
-            assert ver_ppo.main(how) == 2, change
-            error = capsys.readouterr().err
-            assert str(path) in error and len(error.strip().splitlines()) == 1, error
-            assert ("another version" in error) == (type(change.get("format")) is int)
-    assert not (tmp_path / "executed").exists()
+    bad = [{key: thing} for key in content for thing in (code, None, "rubbish", [code], {"code": code}, torch.zeros(2))]
+    bad += [{"options": {**content["options"], "seed": code}}, *({"format": number} for number in (1, 3, 99))]
+    files = [{**content, **change} for change in bad] + [code, {"weights": torch.zeros(3)}, [content], None]
+    for file in files:
+        torch.save(file, path)
+        number = file.get("format") if isinstance(file, dict) else None
+        word = "another version" if type(number) is int and number != ver_ppo.CHECKPOINT_FORMAT else str(path)
+        for how in (["--checkpoint", str(path)], ["--resume", str(tmp_path)], ["--init-from", str(path)]):
+            one_line(capsys, [*how, "--env-id", "CartPole-v1", "--runs-dir", str(tmp_path / "runs")], word)
+    for text in (b"", b"hello"):
+        path.write_bytes(text)
+        one_line(capsys, ["--checkpoint", str(path)], str(path))
+    assert not (tmp_path / "executed").exists() and not (tmp_path / "runs").exists()
 
 
 class Code:
@@ -241,3 +390,10 @@ class Code:
 
     def __reduce__(self):
         return os.system, (f"touch {self.path}",)
+
+
+def test_checkpoints_of_other_networks(checkpoint, capsys):
+    """Another size, other observations, other actions: refused in one line."""
+    for change in ("--hidden-size 16", "--env-id pointnav --simulator builtin", "--env-id MountainCar-v0"):
+        for how in (["--checkpoint", str(checkpoint), "--eval-episodes", "1"], ["--resume", str(checkpoint.parent)]):
+            one_line(capsys, [*how, *change.split()], "belongs to another network")

@@ -1,11 +1,18 @@
-"""The notebooks run from top to bottom, and what they predict is computed; what is committed was run, and is small."""
+"""The notebooks run from top to bottom, and what they predict is computed; what is committed was run, and is small. And the
+tasks in their folder."""
 
 import re
+import subprocess
+import sys
 
 import nbformat
+import numpy as np
 import pytest
 from conftest import ROOT
 from nbclient import NotebookClient
+
+import ver_ppo
+from notebooks.pointnav import PointNav
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 EACH = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -55,3 +62,41 @@ def test_notebooks_import():
         assert not shipped & set(re.findall(r"^(?:def|class) (\w+)", code, re.M)), path
         for link in re.findall(r"\]\(([\w/.]+\.ipynb)\)", "\n".join(cell.source for cell in cells)):
             assert (path.parent / link).exists(), link
+
+
+@pytest.mark.parametrize("task", ["Flee", "Explore"])
+def test_transfer_tasks(task, monkeypatch):
+    """Rewards add up to the metric, the goal says nothing, spaces are PointNav's."""
+    monkeypatch.setattr("notebooks.tasks.missing_for_habitat", lambda options: "not wanted here")
+    options = ver_ppo.Options(env_id=f"notebooks.tasks:{task}-v0", image_size=16)
+    env, plain = ver_ppo.make_env(options, "val", 3), PointNav("val", image_size=16)
+    assert env.observation_space == plain.observation_space and env.action_space == plain.action_space
+    rng, (name,), inner = np.random.default_rng(0), env.metadata["metrics"], env.unwrapped
+    for seed in range(5):
+        observation, _ = env.reset(seed=seed)
+        plain.reset(seed=seed)
+        assert inner.plan is plain.plan and observation["goal"].tolist() == [1, 1, 0]
+        start, places, total = inner.position, {tuple(np.floor(inner.position))}, 0.0
+        for _ in range(60):
+            observation, reward, terminated, truncated, info = env.step(int(rng.choice([1, 1, 1, 2, 3])))
+            total += reward
+            places.add(tuple(np.floor(inner.position)))
+            assert observation["goal"].tolist() == [1, 1, 0] and not terminated
+        if task == "Flee":
+            assert info[name] == pytest.approx(total) and info[name] >= np.hypot(*(inner.position - start)) - 1e-6
+        else:
+            assert info[name] == len(places) == total + 1
+        assert env.step(0)[2]
+
+
+def test_transfer_command(tmp_path):
+    """The command in their file: ver_ppo.py runs as a script, and in worker processes, while the tasks import it."""
+    small = "--num-envs 2 --num-steps 8 --total-timesteps 16 --hidden-size 16 --image-size 16 --device cpu"
+    args = f"--simulator builtin --num-workers 0 --eval-episodes 0 --runs-dir {tmp_path / 'pointnav'} {small}"
+    assert ver_ppo.main(args.split()) == 0
+    (checkpoint,) = tmp_path.glob("pointnav/*/checkpoint.pt")
+    command = f"ver_ppo.py --env-id notebooks.tasks:Flee-v0 --init-from {checkpoint} --freeze-encoder --reset-critic"
+    command += f" --num-workers 1 --eval-episodes 2 --runs-dir {tmp_path / 'flee'} {small}"
+    done = subprocess.run([sys.executable, *command.split()], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "tensors come from" in done.stdout and re.search(r"distance_from_start [\d.]+ ±", done.stdout)

@@ -1,5 +1,5 @@
-"""What the README says is so: its commands run, its table comes from the result files, its glossary names every metric, its
-example learns."""
+"""What the README and the manual say is so: links lead somewhere, commands run, the first table comes from the result files,
+the glossary names every metric, the example learns."""
 
 import re
 import shlex
@@ -7,21 +7,20 @@ import subprocess
 import sys
 
 import pytest
-import ver_multigpu
-import ver_ppo
 from conftest import ROOT
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from test_docs import README
-from test_multigpu import free_port
-from test_run import run_folders
+
+import ver_multigpu
+import ver_ppo
 
 sys.path.append(str(ROOT / "tests" / "benchmarks"))
 import results  # noqa: E402
 
-COMMANDS = re.findall(r"^ {4}((?:pip|python|torchrun|tensorboard|sbatch) .*)", README, re.M)
-SCRIPTS = [command for command in COMMANDS if re.search(r"(python ver_ppo|torchrun .* ver_multigpu)\.py", command)]
-RUN = [command for command in COMMANDS if "# not run by the tests" not in command and "-m pytest" not in command]
-SHORT = ["--total-timesteps", "1", "--eval-episodes", "2"]  # one rollout
+PAGES = {path: (ROOT / path).read_text() for path in ("README.md", "notebooks/README.md")}
+README, MANUAL = PAGES.values()
+COMMANDS = re.findall(r"^ {4}((?:pip|python|torchrun|tensorboard) .*)", README + MANUAL, re.M)
+RUN = [command for command in COMMANDS if not re.search("# not run by the tests|-m pytest", command)]
+SHORT = ["--num-steps", "16", "--total-timesteps", "1", "--eval-episodes", "2"]  # one small rollout
 
 
 def arguments(command):
@@ -29,37 +28,56 @@ def arguments(command):
     return shlex.split(re.split(r"(?:ver_ppo|ver_multigpu)\.py", command.split("  #")[0])[1])
 
 
-def run_folder(path):
-    """The only run folder there."""
-    (folder,) = run_folders(path)
-    return folder
+def read_events(path):
+    """TensorBoard's curves of the only run there."""
+    (folder,) = path.iterdir()
+    return EventAccumulator(str(folder)).Reload()
 
 
-@pytest.mark.parametrize("command", SCRIPTS)
-def test_readme_commands_are_understood(command, monkeypatch):
-    """Every option in the README exists and its values are accepted."""
-    kind, args = ver_multigpu.Options if "ver_multigpu" in command else ver_ppo.Options, arguments(command)
-    monkeypatch.setattr(ver_ppo, "load_checkpoint", lambda path: {"options": vars(kind())})
-    if "--help" not in args:
-        ver_ppo.validate_options(ver_ppo.parse_options(args, kind))
+def test_readme_is_short():
+    """One line sets up and trains, one line uses two processes, one line sets up and tests; and the rest is not much more."""
+    install = "pip install -r requirements.txt && python"
+    first = f"{install} ver_ppo.py --env-id pointnav", "torchrun --nproc-per-node 2 ver_multigpu.py --env-id pointnav"
+    assert COMMANDS[:3] == [*first, f"{install} -m pytest tests"]
+    assert len(README.splitlines()) <= 200 and len(README.encode()) <= 14 * 1024
 
 
-def test_readme_begins_with_the_two_commands():
-    """One line sets up and trains, one line sets up and tests."""
-    assert "    pip install -r requirements.txt && python ver_ppo.py --env-id pointnav\n" in README
-    assert "    pip install -r requirements.txt && python -m pytest" in README
-    assert len(SCRIPTS) >= 5
+@pytest.mark.parametrize("page", PAGES)
+def test_links(page):
+    """Every link to a file or heading leads there."""
+    links = re.findall(r"\]\(((?!http)[^)]+)\)", PAGES[page])
+    assert len(links) >= 10
+    for link in links:
+        file, _, heading = link.partition("#")
+        path = (ROOT / page).parent / file if file else ROOT / page
+        assert path.exists(), link
+        titles = re.findall(r"^#+ (.*)", path.read_text(), re.M) if heading else []
+        assert heading in ("", *(re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles)), link
+
+
+def test_every_command_is_run_or_says_why_not():
+    """All commands are of a kind that a test below runs, or are marked; those are understood, too. So are the benchmarks'."""
+    assert len(RUN) >= 15 and all("ver_ppo.py" in command or command.startswith("torchrun") for command in RUN)
+    marked = [command for command in COMMANDS if "# not run" in command and re.search(r"ver_\w+\.py", command)]
+    assert len(marked) >= 4
+    for command in marked:  # else: UserError, or tyro's SystemExit
+        ver_ppo.parse_options(arguments(command), ver_multigpu.Options if "ver_multigpu" in command else ver_ppo.Options)
+    benchmarks = re.findall(r"`python (tests/benchmarks/\w+\.py)([^`]*)`", MANUAL)
+    assert len(benchmarks) >= 8
+    for file, options in benchmarks:
+        for option in re.findall(r"--[a-z0-9-]+", options):
+            assert f'"{option}"' in (ROOT / file).read_text(), (file, option)
 
 
 @pytest.fixture(scope="module")
 def earlier_run(tmp_path_factory):
-    """A run of pointnav, for the commands that need one."""
+    """The folder of a pointnav run, for the commands that need one."""
     path = tmp_path_factory.mktemp("earlier")
-    assert ver_ppo.main(["--env-id", "pointnav", "--runs-dir", str(path), *SHORT]) == 0
-    return run_folder(path)
+    assert ver_ppo.main(["--env-id", "pointnav", "--num-workers", "1", "--runs-dir", str(path), *SHORT]) == 0
+    return next(path.iterdir())
 
 
-@pytest.mark.parametrize("command", [command for command in RUN if "ver_ppo.py" in command])
+@pytest.mark.parametrize("command", [c for c in RUN if "ver_ppo.py" in c and "corridor:" not in c])
 def test_command_runs(command, tmp_path, monkeypatch, request):
     """The line as it stands, but for the number of steps and where it writes."""
     monkeypatch.chdir(tmp_path)
@@ -73,59 +91,40 @@ def test_command_runs(command, tmp_path, monkeypatch, request):
     elif "--checkpoint" in args:
         assert ver_ppo.main([*args, "--eval-episodes", "2"]) == 0
     elif "--resume" in args:
-        assert ver_ppo.main([*args, "--total-timesteps", "4096", "--eval-episodes", "2"]) == 0
-    elif "corridor" not in command:  # test_own_environment
+        assert ver_ppo.main([*args, "--total-timesteps", "512", "--eval-episodes", "2"]) == 0
+    else:
         assert ver_ppo.main([*args, "--runs-dir", str(tmp_path / "runs"), *SHORT]) == 0
-        assert (run_folder(tmp_path / "runs") / "checkpoint.pt").exists()
+        assert read_events(tmp_path / "runs").Scalars("charts/SPS")
 
 
-@pytest.mark.parametrize("command", [command for command in RUN if command.startswith("torchrun")])
-def test_torchrun_command_runs(command, tmp_path):
+def test_torchrun_command_runs(tmp_path):
     """The same for several ranks."""
-    args = [*shlex.split(command.split("  #")[0])[1:], "--runs-dir", str(tmp_path), "--total-timesteps", "1"]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--master-port", str(free_port())]
-    done = subprocess.run([*launch, *args, "--eval-episodes", "2"], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    (command,) = (command for command in RUN if command.startswith("torchrun"))
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", *shlex.split(command)[1:]]
+    done = subprocess.run(
+        [*launch, "--runs-dir", str(tmp_path), *SHORT], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "evaluation, 2 sampled episodes" in done.stdout
 
 
-def test_every_command_is_run_or_says_why_not():
-    """All commands are of a kind that a test runs, or are marked; those of the benchmarks have these options."""
-    assert len(RUN) >= 15
-    for command in RUN:
-        assert "ver_ppo.py" in command or command.startswith("torchrun"), command
-    benchmarks = re.findall(r"`python (tests/benchmarks/\w+\.py)([^`]*)`", README)
-    assert len(benchmarks) >= 8
-    for file, arguments in benchmarks:
-        source = (ROOT / file).read_text()
-        for option in re.findall(r"--[a-z0-9-]+", arguments):
-            assert f'"{option}"' in source, (file, option)
-
-
-@pytest.mark.parametrize("what", ["table", "commands"])
-def test_results_table(what):
+def test_results_table():
     """The table, and the commands, are those that the result files give."""
-    found = re.search(rf"<!-- .*results.py {what} -->\n(.*?)<!-- end of", README, re.S)[1]
-    assert found.strip("\n") == getattr(results, what)()
-
-
-def documented_tags():
-    """The tags in the first column of the glossary."""
-    table = README.split("### What the metrics mean")[1].split("###")[0]
-    first_cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
-    return set(re.findall(r"`([\w/*]+)`", " ".join(first_cells)))
+    for what, page in ((results.table, README), (results.commands, MANUAL)):
+        found = re.search(rf"<!-- .*results.py {what.__name__} -->\n(.*?)<!-- end of", page, re.S)[1]
+        assert found.strip("\n") == what()
 
 
 def test_metrics_glossary(tmp_path):
     """Every tag that a run writes is explained, and every tag that is explained is written by some run."""
-    common = ["--num-envs", "2", "--num-steps", "64", "--image-size", "16", "--hidden-size", "8", "--total-timesteps", "512"]
-    common += ["--eval-episodes", "1", "--device", "cpu"]
-    assert ver_ppo.main([*common, "--cpc", "--num-workers", "1", "--runs-dir", str(tmp_path / "one")]) == 0
-    assert ver_multigpu.main([*common, "--num-workers", "0", "--runs-dir", str(tmp_path / "many")]) == 0
-    folders = [run_folder(tmp_path / name) for name in ("one", "many")]
-    tags = {tag for folder in folders for tag in EventAccumulator(str(folder)).Reload().Tags()["scalars"]}
+    table = MANUAL.split("\n## Metrics\n")[1].split("\n## ")[0]
+    first_cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    common = [*SHORT, "--total-timesteps", "512", "--num-workers", "0", "--image-size", "16"]
+    assert ver_ppo.main([*common, "--cpc", "--runs-dir", str(tmp_path / "one")]) == 0
+    assert ver_multigpu.main([*common, "--runs-dir", str(tmp_path / "many")]) == 0
+    tags = {tag for name in ("one", "many") for tag in read_events(tmp_path / name).Tags()["scalars"]}
     written = {re.sub(r"^(metrics|eval)/.*", r"\1/*", tag) for tag in tags}
-    assert written == documented_tags()
+    assert written == set(re.findall(r"`([\w/*]+)`", " ".join(first_cells)))
 
 
 def test_own_environment(tmp_path, monkeypatch):
@@ -133,7 +132,5 @@ def test_own_environment(tmp_path, monkeypatch):
     (tmp_path / "corridor.py").write_text(re.search(r"```python\n(.*?)```", README, re.S)[1])
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
-    command = next(command for command in COMMANDS if "corridor:" in command)
-    assert ver_ppo.main(arguments(command)) == 0
-    arrived = EventAccumulator(str(run_folder(tmp_path / "runs"))).Reload().Scalars("eval/arrived")[-1].value
-    assert arrived > 0.9
+    assert ver_ppo.main(arguments(next(command for command in RUN if "corridor:" in command))) == 0
+    assert read_events(tmp_path / "runs").Scalars("eval/arrived")[-1].value > 0.9

@@ -35,18 +35,7 @@ def habitat_overrides(data, scene):
 def ours(encoder, steps, data, scene, folder, more):
     """Run ver_ppo.py. Returns (time, steps so far) from the end of each update."""
     command = [sys.executable, str(ROOT / "ver_ppo.py"), "--encoder", encoder, "--simulator", "habitat", "--device", "cpu"]
-    command += [
-        "--num-envs",
-        "4",
-        "--num-steps",
-        "32",
-        "--image-size",
-        "128",
-        "--hidden-size",
-        "512",
-        "--eval-episodes",
-        "0",
-    ]
+    command += "--num-envs 4 --num-steps 32 --image-size 128 --hidden-size 512 --eval-episodes 0".split()
     command += ["--total-timesteps", str(steps), "--runs-dir", str(folder), *more]
     command += ["--habitat-overrides", *habitat_overrides(data, scene)]
     subprocess.run(command, check=True, env=os.environ | QUIET, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

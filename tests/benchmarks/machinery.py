@@ -10,72 +10,54 @@ Run by hand; prints one line for each round and JSON at the end.
 
 import argparse
 import json
-import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-import ver_ppo  # noqa: E402
+from peers import pointnav, ver_ppo
 
 
 def build(options, checkpoint=None):
-    spec = ver_ppo.describe_env(options)
-    policy = ver_ppo.Policy(spec, options)
+    """Everything that collects and learns, with its workers started."""
+    spec, policy, optimizer = ver_ppo.build(options)
     if checkpoint:
-        ver_ppo.load_policy(policy, ver_ppo.load_checkpoint(checkpoint), checkpoint)
-    collector, (rollout,) = ver_ppo.allocate(policy, spec, options, torch.device("cpu"))
-    workers = collector.workers = ver_ppo.start_workers(options, "train", spec, collector.transfer)
-    return policy, workers, collector, rollout
-
-
-def collect(policy, rollout, collector):
-    """One rollout as ver_ppo.inline_rollouts collects it; what it took is counted from 0."""
-    for name in rollout.SPENT:
-        getattr(rollout, name)[...] = 0
-    ver_ppo.carry_over(rollout, rollout, collector)
-    ver_ppo.collect_rollout(policy, rollout, collector)
+        ver_ppo.load_policy(policy, checkpoint)
+    device = next(policy.parameters()).device
+    rollout = ver_ppo.Rollout(spec, options.rollout_steps, options.num_envs, policy.state_shape, device)
+    io = ver_ppo.EnvIO(spec, options.num_envs)
+    workers = ver_ppo.make_workers(options, "train", spec, io)
+    return policy, optimizer, rollout, ver_ppo.Collector(workers, io, policy, spec, options)
 
 
 def learn(policy, optimizer, rollout, options):
     """One update from all of a rollout."""
-    records = np.arange(rollout.size)
-    ver_ppo.compute_targets(policy, rollout, records, options)
-    ver_ppo.learn(policy, optimizer, rollout, records, options)
+    ver_ppo.add_returns(policy, rollout, options)
+    ver_ppo.ppo_update(policy, optimizer, rollout, options)
+
+
+def mean_batch(rollout):
+    """Steps whose actions were sent together."""
+    return rollout.steps / len(np.unique(rollout.sent_at))
 
 
 def latency(args):
     """Steps per second of collection as a share of what sleeping alone allows."""
-    options = ver_ppo.Options(env_id=args.env_id, sim_latency=20.0, sim_latency_spread=(0.8, 0.0, 0.0))
-    policy, workers, collector, rollout = build(options, checkpoint=args.checkpoint)
+    options = ver_ppo.Options(env_id=args.env_id, device="cpu", sim_latency=20.0, sim_latency_spread=0.8)
+    policy, _, rollout, collector = build(options, args.checkpoint)
     torch.set_num_threads(1)
-    collect(policy, rollout, collector)
-    shares = []
+    ver_ppo.collect_rollout(policy, rollout, collector)
+    shares, nominal = [], options.num_envs / (options.sim_latency / 1000)
     for _ in range(args.rounds):
-        # the sleeps themselves are measured, inside the workers, from the answers of this very rollout
-        slept_N, steps_N = np.zeros(options.num_envs), np.zeros(options.num_envs)
-        complete = ver_ppo.complete_records
-
-        def counting(rollout, collector, rows):
-            slept_N[rows] += collector.transfer.step_sec[rows]
-            steps_N[rows] += 1
-            return complete(rollout, collector, rows)
-
-        ver_ppo.complete_records = counting
         began = time.perf_counter()
-        collect(policy, rollout, collector)
-        sec = time.perf_counter() - began
-        ver_ppo.complete_records = complete
-        bound = (steps_N / slept_N).sum()
-        rate = options.rollout_steps / sec
+        ver_ppo.collect_rollout(policy, rollout, collector)
+        rate = rollout.steps / (time.perf_counter() - began)
+        # the sleeps themselves are measured, inside the workers, in the steps of this very rollout
+        bound = (np.bincount(rollout.env) / np.bincount(rollout.env, rollout.step_sec)).sum()
         shares.append(rate / bound)
-        nominal = options.num_envs / (options.sim_latency / 1000)
-        batch = rollout.served / rollout.batches
-        print(f"{rate:.0f} steps/s of {bound:.0f} = {rate / bound:.3f}; nominal {rate / nominal:.3f}; batch {batch:.1f}")
-    workers.close()
+        words = f"nominal {rate / nominal:.3f}; batch {mean_batch(rollout):.1f}"
+        print(f"{rate:.0f} steps/s of {bound:.0f} = {rate / bound:.3f}; {words}", flush=True)
+    collector.workers.close()
     return {"share_of_bound": shares}
 
 
@@ -83,7 +65,7 @@ def parts(args):
     """Steps per second of the training loop as a share of the bound made of its parts."""
     rows = []
     cores = torch.get_num_threads()
-    options = ver_ppo.Options(env_id=args.env_id)
+    options = ver_ppo.Options(env_id=args.env_id, device="cpu", learning_rate=1e-5)
     for _ in range(args.rounds):
         sec = measure_parts(options, cores, options.num_envs // 2, args.checkpoint)
         bound = 1 / (sec["env"] / cores + sec["forward"] + sec["learn"])
@@ -101,32 +83,28 @@ def parts(args):
 def measure_parts(options, cores, batch, checkpoint=None):
     """Seconds per step of what training consists of, each alone: `env` on one core, `forward` in batches of this size,
     `learn` on all cores, `learn_one_thread`; and `arrange`, seconds of packing one rollout's mini-batches."""
-    ver_ppo.keep_freed_memory()  # as ver_ppo.train does
-    for index in range(ver_ppo.NUM_PLANS["train"]):
-        ver_ppo.floor_plan("train", index)  # made once in a whole training: no part of a step
-    options = replace(options, num_workers=0, sim_latency=0.0)
-    policy, workers, collector, rollout = build(options, checkpoint=checkpoint)
-    optimizer = torch.optim.Adam(policy.parameters(), lr=1e-5)
+    ver_ppo.keep_freed_memory()  # as ver_ppo.Run does
+    for index in range(pointnav.NUM_PLANS["train"]):
+        pointnav.floor_plan("train", index)  # made once in a whole training: no part of a step
+    policy, optimizer, rollout, collector = build(replace(options, num_workers=0, sim_latency=0.0), checkpoint)
     torch.set_num_threads(1)
-    spent_sec, spent_steps, send = [], [], workers.send
+    spent_sec, spent_steps, send = [], [], collector.workers.send
 
-    def timed_send(rows):
+    def timed_send(env_B):
         began = time.perf_counter()
-        send(rows)
+        send(env_B)
         spent_sec.append(time.perf_counter() - began)
-        spent_steps.append(len(rows))
+        spent_steps.append(len(env_B))
 
-    workers.send = timed_send
+    collector.workers.send = timed_send
     for _ in range(2):
-        collect(policy, rollout, collector)
-    workers.close()
+        ver_ppo.collect_rollout(policy, rollout, collector)
+    collector.workers.close()
     sec = {"env": sum(spent_sec) / sum(spent_steps), "forward": time_forward(policy, rollout, batch)}
-    records = np.arange(rollout.size)
     for name, threads in (("learn_one_thread", 1), ("learn", cores)):
         torch.set_num_threads(threads)
-        calls_sec = time_calls(3, lambda: learn(policy, optimizer, rollout, options))
-        sec[name] = calls_sec / options.rollout_steps
-    return {**sec, "arrange": time_calls(1, lambda: arrange(rollout, records, options))}
+        sec[name] = time_calls(3, lambda: learn(policy, optimizer, rollout, options)) / rollout.steps
+    return {**sec, "arrange": time_calls(1, lambda: arrange(rollout, options))}
 
 
 def time_calls(number, function):
@@ -142,46 +120,41 @@ def time_calls(number, function):
 def time_forward(policy, rollout, batch):
     """Seconds per step of the bare forward pass."""
     obs = {key: part[:batch] for key, part in rollout.obs.items()}
-    first = torch.zeros(batch, dtype=torch.bool)
+    prev_action, first = torch.from_numpy(np.array(rollout.prev_action[:batch])), torch.zeros(batch, dtype=torch.bool)
 
     def forward():
-        distribution, _, _ = policy.step(obs, rollout.prev_action[:batch], first, rollout.state[:batch])
+        distribution, _, _ = policy.step(obs, prev_action, first, rollout.state[:batch])
         distribution.log_prob(distribution.sample())
 
     return time_calls(200, forward) / batch
 
 
-def arrange(rollout, records, options):
-    """Sequences and packed mini-batches of a whole update, as `ver_ppo.learn` makes them."""
-    columns = (getattr(rollout, name)[records] for name in ("env", "first", "complete"))
-    order_S, begin_Q = ver_ppo.find_sequences(*columns)
+def arrange(rollout, options):
+    """Sequences and packed mini-batches of a whole update, as `ver_ppo.ppo_update` makes them."""
+    sequences = ver_ppo.find_sequences(rollout.segment, rollout.first)
     for _ in range(options.update_epochs):
-        permutation_Q = torch.randperm(len(begin_Q)).numpy()
-        for minibatch in ver_ppo.cut_minibatches(order_S, begin_Q, permutation_Q, options.num_minibatches):
-            ver_ppo.pack_sequences(*minibatch)
+        shuffled = [sequences[q] for q in torch.randperm(len(sequences)).tolist()]
+        for minibatch in ver_ppo.cut_minibatches(shuffled, rollout.steps // options.num_minibatches):
+            ver_ppo.pack(minibatch)
 
 
 def measure_loop(options, cores, args):
     """--updates cycles of collecting and learning: seconds per step of each phase, steps per second, mean batch."""
-    policy, workers, collector, rollout = build(options, checkpoint=args.checkpoint)
-    optimizer = torch.optim.Adam(policy.parameters(), lr=1e-5)
-    seconds = {"waiting": 0.0, "inference": 0.0, "learning": 0.0}
+    policy, optimizer, rollout, collector = build(options, args.checkpoint)
+    seconds = np.zeros(3)
     for update in range(args.updates + 1):
         if update == 1:
-            began = time.perf_counter()
+            began, seconds = time.perf_counter(), np.zeros(3)
         torch.set_num_threads(1)
-        collect(policy, rollout, collector)
+        ver_ppo.collect_rollout(policy, rollout, collector)
         torch.set_num_threads(cores)
-        learning = time.perf_counter()
+        learning_at, (began_at, ended_at, waited_sec) = time.perf_counter(), rollout.clock
         learn(policy, optimizer, rollout, options)
-        spent = {"waiting": rollout.waiting_sec, "inference": rollout.inference_sec}
-        for name, sec in {**spent, "learning": time.perf_counter() - learning}.items():
-            seconds[name] += float(sec) * (update > 0)
-    steps = args.updates * options.rollout_steps
+        seconds += waited_sec, ended_at - began_at - waited_sec, time.perf_counter() - learning_at
+    steps = args.updates * rollout.steps
     rate = steps / (time.perf_counter() - began)
-    workers.close()
-    loop = {name: sec / steps for name, sec in seconds.items()}
-    return loop, rate, float(rollout.served / rollout.batches)
+    collector.workers.close()
+    return dict(zip(("waiting", "inference", "learning"), seconds / steps)), rate, mean_batch(rollout)
 
 
 if __name__ == "__main__":

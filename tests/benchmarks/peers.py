@@ -22,6 +22,7 @@ counts. Run by hand on an idle machine (a busy core stalls the threads of torch)
 
 import argparse
 import contextlib
+import importlib
 import json
 import os
 import signal
@@ -37,12 +38,14 @@ import numpy as np
 import torch
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, os.environ.get("SCRIPT_FOLDER", str(Path(__file__).resolve().parents[2])))  # throughput.py sets it
 import ver_ppo  # noqa: E402
 
+# a version to compare with has the simulator in the script
+pointnav = ver_ppo if hasattr(ver_ppo, "PointNav") else importlib.import_module("notebooks.pointnav")
+
 NUM_ENVS, NUM_STEPS, MINIBATCHES, EPOCHS, HIDDEN, LEARNING_RATE = 16, 128, 2, 2, 128, 1e-6
-ROLLOUT_STEPS = NUM_ENVS * NUM_STEPS
-WARM_UP_ROLLOUTS = 3
+ROLLOUT_STEPS, WARM_UP_ROLLOUTS = NUM_ENVS * NUM_STEPS, 3
 ENV_ID = "PointNavSteady-v0"
 
 VARIANTS = {  # keyword arguments of the functions train_... below
@@ -75,7 +78,7 @@ PACKAGES = {
 }
 
 
-class PointNavSteady(ver_ppo.PointNav):
+class PointNavSteady(pointnav.PointNav):
     """PointNav that turns left instead of eleven `stop`s out of twelve.
 
     The uniform policy would end every episode after four steps and the trainers would be compared at resetting; so its
@@ -113,13 +116,13 @@ class ObservationEncoder(nn.Module):
 
 def train_ver(steps, folder, **options):
     """ver_ppo.train as it is, logging and checkpoint included."""
-    marks, log = [], ver_ppo.Run.log
+    marks, write = [], ver_ppo.Run.write
 
-    def log_and_mark(run, step, *rest):
-        log(run, step, *rest)
-        marks.append((step, time.perf_counter()))
+    def write_and_mark(run, *update):
+        write(run, *update)
+        marks.append((run.step, time.perf_counter()))
 
-    ver_ppo.Run.log = log_and_mark
+    ver_ppo.Run.write = write_and_mark
     options = ver_ppo.Options(
         env_id=f"peers:{ENV_ID}", total_timesteps=steps, device="cpu", runs_dir=folder, eval_episodes=0,
         num_envs=NUM_ENVS, num_steps=NUM_STEPS, num_minibatches=MINIBATCHES, update_epochs=EPOCHS, hidden_size=HIDDEN,
@@ -232,16 +235,13 @@ def train_sb3(steps, folder, processes, threads):
 
 def train_habitat(steps, folder, **settings):
     """habitat-baselines' trainers, see peer_habitat.py."""
-    import peer_habitat
-
-    return peer_habitat.train(steps, folder, **settings)
+    return importlib.import_module("peer_habitat").train(steps, folder, **settings)
 
 
 def measure(trainer, variant, steps):
     """In the trainer's own process and working directory: train, and print the result as one line of JSON."""
     trainers = {"ver": train_ver, "sample_factory": train_sample_factory, "sb3": train_sb3}
-    train = trainers.get(trainer, train_habitat)
-    marks = train(steps, os.getcwd(), **VARIANTS[trainer][variant])
+    marks = trainers.get(trainer, train_habitat)(steps, os.getcwd(), **VARIANTS[trainer][variant])
     (first_step, began), (last_step, ended) = marks[WARM_UP_ROLLOUTS - 1], marks[-1]
     versions = {name: version(name) for name in ("torch", "gymnasium", "numpy", *PACKAGES[trainer])}
     rate = (last_step - first_step) / (ended - began)

@@ -2,7 +2,8 @@
 
     python tests/benchmarks/results.py train                     every task below; about an hour on two cores
     python tests/benchmarks/results.py train pointnav --seeds 1  one of them
-    python tests/benchmarks/results.py table                     prints the table that stands in README.md; `commands` too
+    python tests/benchmarks/results.py table                     prints the table of README.md
+    python tests/benchmarks/results.py commands                  prints its commands, which stand in notebooks/README.md
     python tests/benchmarks/results.py pictures                  draws timeline.png and pointnav.png in notebooks/pictures
 
 A run is the command line in its file, notebooks/results/TASK.json, which also says on what machine it ran, how long it
@@ -30,13 +31,13 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "notebooks"))
 import draw  # noqa: E402
+
 import ver_ppo  # noqa: E402
 
 CUE = "tests.envs:Cue-v0 --num-workers 0 --learner-threads 1 --num-steps 64 --hidden-size 32 --total-timesteps 150000"
 CUE += " --learning-rate 3e-3 --gae-lambda 1 --update-epochs 4 --norm-adv --greedy"
-CONTROL = (
-    "--num-workers 0 --learner-threads 1 --num-envs 8 --update-epochs 10 --norm-adv --vf-coef 0.01 --ent-coef 0 --greedy"
-)
+CONTROL = "--num-workers 0 --learner-threads 1 --num-envs 8 --update-epochs 10 --norm-adv --vf-coef 0.01 --ent-coef 0"
+CONTROL += " --greedy"
 TASKS = {  # what it is, arguments, results to show
     "pointnav": ("`pointnav`, 64×64 depth, 64 unseen floor plans", "pointnav", ("success", "spl")),
     "pointnav-blind": ("the same without the camera", "pointnav --encoder none", ("success", "spl")),
@@ -96,7 +97,7 @@ def play_episodes(run):
     policy, options = draw.load_policy(run)
     env, episodes = ver_ppo.make_env(options, "val"), {"geodesic": [], "success": [], "spl": []}
     for episode in range(EPISODES):
-        *_, last = draw.play(policy, env, ver_ppo.episode_seed("val", 0, 0, episode))
+        *_, last = draw.play(policy, env, ver_ppo.derive_seed(1, 0, 0, episode))
         for name, value in (("geodesic", last.start_geodesic), ("success", last.info["success"]), ("spl", last.info["spl"])):
             episodes[name].append(round(float(value), 3))
     return episodes
@@ -136,15 +137,14 @@ def table():
             cells.append(f"{name.replace('spl', 'SPL')} {shown[0]} ({shown[1]} to {shown[2]})")
         lines.append(f"| {words} | {len(runs)} | {', '.join(cells)} |")
     where = f"On {draw.load_result('pointnav')['machine']}; 200 episodes for each seed"
-    return "\n".join([*lines, "", f"{where}, by [these commands](#commands-of-the-first-table)."])
+    return "\n".join([*lines, "", f"{where}, by [these commands](notebooks/README.md#commands-of-the-first-table)."])
 
 
 def commands():
-    """The README's list of what these results were got by."""
-    runs = {task: draw.load_result(task) for task in TASKS}
-    return "\n".join(
-        f"    {run['command']}  # --seed {', '.join(str(r['seed']) for r in run['runs'])}" for run in runs.values()
-    )
+    """The manual's list of what these results were got by."""
+    results = map(draw.load_result, TASKS)
+    seeds_of = {found["command"]: [str(run["seed"]) for run in found["runs"]] for found in results}
+    return "\n".join(f"    {command}  # --seed {', '.join(seeds)}" for command, seeds in seeds_of.items())
 
 
 def pictures():

@@ -2,8 +2,8 @@
 
     python tests/benchmarks/sample_efficiency.py --folder efficiency --jobs 2
 
-The simulators are emulated to be uneven (--sim-latency with spread), or the samplers would hardly differ. Every run is
-ver_ppo.py as the command line starts it, with the flags in TASKS, MODES and COMMON, two at a time: most of it is sleeping.
+The simulators are emulated to be uneven (uneven.py), or the samplers would hardly differ. Every run is ver_ppo.py as the
+command line starts it, with the flags in TASKS, MODES and COMMON, two at a time: most of it is sleeping.
 A finished run lies under FOLDER/TASK-STEPS/MODE/SEED and is not repeated, so this can be interrupted and started again
 (choose another folder after a change of flags). Needs about an hour on two cores.
 
@@ -15,6 +15,7 @@ final value, and whether the area of `ver` lies within the interval of `sync`.
 
 import argparse
 import json
+import os
 import shlex
 import shutil
 import signal
@@ -30,15 +31,15 @@ from peers import kill_group
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 SCRIPT = Path(__file__).resolve().parents[2] / "ver_ppo.py"
-COMMON = "--device cpu --learner-threads 1 --eval-episodes 0 --sim-latency-spread 0.5 0.5 0.3"
+COMMON = "--device cpu --learner-threads 1 --eval-episodes 0"
 TASKS = {  # flags, what is read from the events, steps
     "CartPole-v1": (
-        "--num-envs 8 --num-workers 4 --num-steps 32 --num-minibatches 1 --update-epochs 10 --norm-adv --vf-coef 0.01"
-        " --ent-coef 0 --gamma 0.98 --gae-lambda 0.8 --sim-latency 1",
+        "--env-id uneven:UnevenCartPole-v0 --num-envs 8 --num-workers 4 --num-steps 32 --num-minibatches 1"
+        " --update-epochs 10 --norm-adv --vf-coef 0.01 --ent-coef 0 --gamma 0.98 --gae-lambda 0.8",
         ("charts/episodic_return",),
         100_000,
     ),
-    "pointnav": ("--image-size 32 --num-envs 16 --sim-latency 2", ("metrics/success", "metrics/spl"), 300_000),
+    "pointnav": ("--env-id uneven:UnevenPointNav-v0 --num-workers 16", ("metrics/success", "metrics/spl"), 300_000),
 }
 MODES = {
     "sync": "--sampler sync",
@@ -53,24 +54,19 @@ GRID, RESAMPLES = 100, 2000
 # Runs
 
 
-def count_steps(task, args):
-    """Steps of each run of a task."""
-    return args.steps or TASKS[task][2]
-
-
 def place(task, mode, seed, args):
     """The folder of a finished run."""
-    return args.folder / f"{task}-{count_steps(task, args)}" / mode / str(seed)
+    return args.folder / f"{task}-{args.steps or TASKS[task][2]}" / mode / str(seed)
 
 
 def list_runs(args):
     """(folder, command) of every run that is not finished, seed by seed: an interruption leaves whole seeds."""
     runs = []
     for task in args.tasks:
-        steps = count_steps(task, args)
+        steps = args.steps or TASKS[task][2]
         for seed in range(1, args.seeds + 1):
             for mode in args.modes:
-                words = f"--env-id {task} --seed {seed} --total-timesteps {steps} {COMMON} {TASKS[task][0]} {MODES[mode]}"
+                words = f"--seed {seed} --total-timesteps {steps} {COMMON} {TASKS[task][0]} {MODES[mode]}"
                 if not (folder := place(task, mode, seed, args)).exists():
                     runs.append((folder, [sys.executable, str(SCRIPT), *shlex.split(words)]))
     return runs
@@ -109,7 +105,8 @@ def start(folder, command):
     unfinished(folder).mkdir(parents=True)
     with open(unfinished(folder) / "output", "w") as output:
         command = [*command, "--runs-dir", str(unfinished(folder))]
-        return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        environ = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parent)}  # for uneven.py
+        return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, env=environ)
 
 
 def finish(folder, process):
@@ -157,7 +154,7 @@ def summarize(args):
     report = {}
     for task in args.tasks:
         flags, tags, _ = TASKS[task]
-        grid_G = np.linspace(0, count_steps(task, args), GRID + 1)[1:]
+        grid_G = np.linspace(0, args.steps or TASKS[task][2], GRID + 1)[1:]
         report[task] = {"flags": f"{COMMON} {flags}", "steps": grid_G.tolist(), "tags": {tag: {} for tag in tags}}
         for tag in tags:
             for mode in args.modes:

@@ -4,9 +4,9 @@
     python tests/benchmarks/scaling.py simulate --ranks 1 2 4 8 16 32 64 128 256 --picture scaling.png
 
 run: simulators that sleep 100 ms a step on average (log-normal, sigma 0.4) in scenes of 150 steps, some slower than others
-(sigma 0.5 between scenes), and a network so small that two cores are not the limit; so a few cores stand for many machines.
-A round is every mode with every number of ranks. Prints steps per second of all ranks from the third update on, and their
-ratio to one rank in the same mode.
+(sigma 0.5 between scenes: Scenes of uneven.py), and a network so small that two cores are not the limit; so a few cores
+stand for many machines. A round is every mode with every number of ranks. Prints steps per second of all ranks from the
+third update on, and their ratio to one rank in the same mode.
 
 simulate: no processes, no time. Every environment is a stream of step times; when a rollout ends is decided by the functions
 that ver_multigpu.py decides by, from the step times of the rollout before. Beside them `hindsight`: the best S, known only
@@ -153,13 +153,13 @@ def run_ranks(ranks, sampler, preemption, args, seed):
     steps = args.num_envs * args.num_steps
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", str(port)]
-        command += ["ver_multigpu.py", "--env-id", "tests.envs:Scenes-v0", "--runs-dir", folder, "--seed", str(seed)]
-        command += ["--num-envs", str(args.num_envs), "--num-steps", str(args.num_steps), "--sim-latency", str(args.latency)]
-        command += ["--sim-latency-spread", "0.4", "0", str(args.scenes), "--hidden-size", "16", "--update-epochs", "1"]
-        command += ["--num-minibatches", "1", "--eval-episodes", "0", "--learner-threads", "1", "--device", "cpu"]
-        command += ["--sampler", sampler, "--preemption", preemption, "--learning-rate", "1e-6"]
-        command += ["--total-timesteps", str(args.rollouts * ranks * steps)]
-        log = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=args.timeout)
+        words = f"ver_multigpu.py --env-id uneven:Scenes-v0 --num-workers {args.num_envs} --num-envs {args.num_envs}"
+        words += f" --num-steps {args.num_steps} --total-timesteps {args.rollouts * ranks * steps} --hidden-size 16"
+        words += f" --update-epochs 1 --num-minibatches 1 --eval-episodes 0 --learner-threads 1 --device cpu --seed {seed}"
+        words += f" --sampler {sampler} --preemption {preemption} --learning-rate 1e-6 --runs-dir {folder}"
+        environ = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parent)}  # for uneven.py
+        done = {"capture_output": True, "text": True, "timeout": args.timeout, "env": environ}
+        log = subprocess.run([*command, *words.split()], cwd=ROOT, **done)
         if log.returncode:
             raise RuntimeError(log.stderr[-3000:])
         events = EventAccumulator(folder + "/" + os.listdir(folder)[0]).Reload()
@@ -203,8 +203,7 @@ def main():
     parser.add_argument("--rollouts", type=int, default=16)
     parser.add_argument("--num-envs", type=int, default=8)
     parser.add_argument("--num-steps", type=int, default=64)
-    parser.add_argument("--latency", type=float, default=100.0)
-    parser.add_argument("--scenes", type=float, default=0.5)
+    parser.add_argument("--scenes", type=float, default=0.5, help="simulate: sigma between scenes")
     parser.add_argument("--learning-sec", type=float, default=20.0, help="simulate: in mean step times")
     parser.add_argument("--timeout", type=float, default=600)
     parser.add_argument("--picture")
