@@ -54,12 +54,12 @@ class Options(ver_ppo.Options):
     def __post_init__(self):
         super().__post_init__()
         ranks, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
-        waits = not self.overlap and self.sampler != "async"
+        waits, own = not self.overlap and self.sampler != "async", f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
         for holds, option, advice in [
             (0 < self.sync_frac <= 1, "sync_frac", "must be within 0..1"),
             (0 < self.rank_timeout < math.inf, "rank_timeout", "must be a positive number"),
             (self.preemption == "none" or waits, "preemption", "must be none with --overlap and --sampler async"),
-            (self.device in ("auto", "cpu", "cuda"), "device", "must be auto, cpu or cuda: each rank has its own GPU"),
+            (self.device in ("auto", "cpu", "cuda", own), "device", "must be auto, cpu or cuda: each rank has its own GPU"),
             (self.device == "cpu" or not 0 < gpus < ranks, "device", f"{ranks} ranks need as many GPUs: try cpu"),
             (not self.checkpoint, "checkpoint", "is evaluated by ver_ppo.py"),
         ]:

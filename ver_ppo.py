@@ -1876,7 +1876,8 @@ def check_options(options):
     for name in "seed num_workers eval_episodes max_worker_restarts sim_latency sim_latency_spread ent_coef vf_coef".split():
         if not (getattr(o, name) == "auto" or 0 <= getattr(o, name) < 2**63):
             refuse(o, name, "must be 0 or more")
-    steps, simulated = f"--num-steps x --num-envs = {o.rollout_steps}", o.env_id == "pointnav" or o.env_id.endswith(".yaml")
+    steps, pointnav = f"--num-steps x --num-envs = {o.rollout_steps}", o.env_id.startswith(("pointnav", "notebooks."))
+    habitat = o.env_id.endswith(".yaml") or pointnav and o.simulator != "builtin"
     for holds, name, message in [
         (0 <= o.gamma <= 1, "gamma", "must be within 0..1"),
         (0 <= o.gae_lambda <= 1, "gae_lambda", "must be within 0..1"),
@@ -1895,8 +1896,8 @@ def check_options(options):
         (not o.freeze_encoder or o.init_from or o.resume, "freeze_encoder", "needs trained encoders: give --init-from"),
         (not o.freeze_encoder or o.encoder != "none", "freeze_encoder", "needs an encoder: --encoder none has no image"),
         (not o.reset_critic or o.init_from, "reset_critic", "needs --init-from"),
-        (o.simulator == "auto" or o.env_id == "pointnav", "simulator", "is only for pointnav"),
-        (not o.habitat_overrides or simulated and o.simulator != "builtin", "habitat_overrides", "is only for Habitat"),
+        (o.simulator == "auto" or pointnav, "simulator", "is only for pointnav"),
+        (not o.habitat_overrides or habitat, "habitat_overrides", "is only for Habitat"),
     ]:
         if not holds:
             refuse(o, name, message)
@@ -1935,7 +1936,7 @@ def describe_env(options):
 
 def registered_id(options):
     """The Gymnasium id of the options' environment: pointnav and habitat-lab's YAMLs are registered by files in notebooks/."""
-    if options.env_id.endswith(".yaml") or options.simulator == "habitat":
+    if options.env_id.endswith(".yaml") or options.env_id == "pointnav" and options.simulator == "habitat":
         return "notebooks.habitat_env:Habitat-v0"
     return "notebooks.pointnav:PointNav-v0" if options.env_id == "pointnav" else options.env_id
 
@@ -1969,6 +1970,7 @@ def main(argv=None, kind=Options, train=train):
             if options.check_habitat:
                 return habitat_env.check_habitat(options)
             options = habitat_env.choose_simulator(options)
+        options = replace(options, device=str(choose_device(options)))  # its number, for simulators too
         if not options.checkpoint:
             train(options)
             return 0
