@@ -15,8 +15,8 @@ One update of R ranks; `[...]` marks what all do together, as often on every ran
     rank 2   collect ====================| [agree] fill up, learn [average] [average] ... [gather]  decide
                                          ^ S* steps of all ranks together are complete: who is not done is preempted
 
-Every rank counts its steps in a key-value store and looks at it every few milliseconds. The next rollout's S* all compute from
-the same numbers, so nobody has to be told. Shapes as in ver_ppo.py; R ranks, G groups of environments.
+Every rank counts its steps in a key-value store and looks at it every few milliseconds. The next rollout's S* all compute
+from the same numbers, so nobody has to be told. Shapes as in ver_ppo.py; R ranks, G groups of environments.
 """
 
 import contextlib
@@ -42,8 +42,8 @@ from ver_ppo import EnvironmentFailure, Interrupted, UserError
 
 @dataclass(frozen=True)
 class Options(ver_ppo.Options):
-    """Train with VER on each of many GPUs (or CPU processes) and average their gradients (DD-PPO). Start with torchrun. --num-envs
-    and all sizes of a rollout are those of one rank, --total-timesteps counts the steps of all ranks."""
+    """Train with VER on each of many GPUs (or CPU processes) and average their gradients (DD-PPO). Start with torchrun.
+    --num-envs and all sizes of a rollout are those of one rank, --total-timesteps counts the steps of all ranks."""
 
     # when the rollout of all ranks ends. optimal: when S / (Time(S) + learning time) is largest (VER); threshold: when
     # --sync-frac of the ranks are done and the others have a quarter (DD-PPO); none: when all are done
@@ -100,8 +100,8 @@ class Ranks:
             raise RankFailure(f"rank {self.rank}: {silent}: {str(error).splitlines()[0][:200]}") from None
 
     def average(self, tensors):
-        """Average these tensors over all ranks, in place, in one message (DD-PPO section 3): all ranks weigh the same. On CPUs
-        as fast as DistributedDataParallel, which hides the message behind the backward pass."""
+        """Average these tensors over all ranks, in place, in one message (DD-PPO section 3): all ranks weigh the same. On
+        CPUs as fast as DistributedDataParallel, which hides the message behind the backward pass."""
         flat = torch.cat([tensor.flatten() for tensor in tensors])
         self.call(dist.all_reduce, flat)  # COLLECTIVE
         for tensor, part in zip(tensors, (flat / self.size).split([tensor.numel() for tensor in tensors])):
@@ -145,10 +145,11 @@ def open_store(timeout_sec):
 def optimal_preemption(step_sec_RN, num_steps, variable, learning_sec):
     """When to end the rollout of all ranks: S and Time(S) that maximize S / (Time(S) + LT) (VER section 2.3, equation 1).
 
-    `step_sec_RN`: every environment's mean seconds per step, inference included. A group gives steps at a constant rate until
-    it has given all it may: with `variable` rollouts a rank is a group and gives T x N, else each environment is one and gives
-    T. So what is collected by a time is concave in it, and the best time is one at which a group is done. Differs from
-    habitat-baselines: there the search ends where the first rank is done, and a rollout at the predicted time, not after S steps.
+    `step_sec_RN`: every environment's mean seconds per step, inference included. A group gives steps at a constant rate
+    until it has given all it may: with `variable` rollouts a rank is a group and gives T x N, else each environment is one
+    and gives T. So what is collected by a time is concave in it, and the best time is one at which a group is done. Differs
+    from habitat-baselines: there the search ends where the first rank is done, and a rollout at the predicted time, not
+    after S steps.
 
     >>> optimal_preemption(np.array([[0.01], [0.01], [0.1]]), 100, True, learning_sec=0.5)  # do not wait for the third rank
     (210, 1.0)
@@ -169,8 +170,8 @@ def threshold_preemption(num_ranks, sync_frac):
 
 
 def step_seconds(rollout, quota):
-    """Every environment's mean seconds per step, until it had given its `quota` or the rollout ended. Steps that were in flight
-    count neither at the begin nor at the end, which evens out."""
+    """Every environment's mean seconds per step, until it had given its `quota` or the rollout ended. Steps that were in
+    flight count neither at the begin nor at the end, which evens out."""
     began_at, ended_at, _ = rollout.clock
     env, steps_N = rollout.env[: rollout.size], np.bincount(rollout.env[: rollout.size], minlength=rollout.num_envs)
     last_N = np.zeros(rollout.num_envs)
@@ -181,8 +182,9 @@ def step_seconds(rollout, quota):
 
 def fill_up(rollout, previous):
     """Fill a preempted rollout up to S steps with the newest ones that this rank learned from before (VER section 2.3), with
-    the advantages, returns and weights that they had. Returns how many. `previous` is the rollout before, filled up like this:
-    its first `size` steps are newer than the others, each part is in time order. Stale steps are segments of their own."""
+    the advantages, returns and weights that they had. Returns how many. `previous` is the rollout before, filled up like
+    this: its first `size` steps are newer than the others, each part is in time order. Stale steps are segments of their
+    own."""
     fresh, steps = rollout.size, np.arange(rollout.steps)
     newest = np.roll(steps, -previous.size)[fresh:]
     rollout.copy(steps[fresh:], previous, newest)

@@ -22,11 +22,11 @@ The processes and what passes between them (section 2.1, figure 2 of the paper):
          v        |                  a pipe each           v      |            | v             | v
     [ EnvIO: one row for each environment, shared memory ]         [ pending: N steps ] -> [ rollout: S steps ]
 
-A *step* begins when inference chooses an action; it is then *in flight*, in the environment's row of `pending`. The answer
-(reward, whether the episode ended) completes it, and it moves to the next free index of the rollout. An environment that
-has answered and gets no action because enough steps are complete is *idle*. The *version* of a policy is the number of
-updates before it. A *segment* is the steps of a rollout that follow each other: here, those of one environment. Cut where
-episodes begin, segments become *sequences*.
+A *step* begins when inference chooses an action; it is then *in flight*, in the environment's row of `pending`. When its
+answer (reward, whether the episode ended) is taken, it is complete and moves to the next free index of the rollout. An
+environment that has answered and gets no action because enough steps are complete is *idle*. The *version* of a policy is
+the number of updates before it. A *segment* is the steps of a rollout that follow each other: those of one environment
+(async: one trajectory). Cut where episodes begin, segments become *sequences*.
 
 Shapes, at least the first dimensions, stand in the names: N environments, S steps of a rollout, Q sequences, M steps of a
 mini-batch, B any batch (env_B: the numbers of B environments), H hidden units, L LSTM layers, A dimensions of an action.
@@ -86,7 +86,7 @@ class Options:
     # processes that share the environments; 0: all in the main process (very cheap ones, debuggers, exact repetition);
     # auto: one for each CPU core, or with --sim-latency for each environment, as slow simulators want it
     num_workers: int | Literal["auto"] = "auto"
-    max_requests: int = 256  # largest inference batch: bounds the memory
+    max_requests: int = 256  # most answers that are taken at once: bounds the memory of inference
     # who gives a rollout's steps. ver: whoever delivers them; nover: each environment T (VER without variable rollouts);
     # sync: each T, in lock-step (DD-PPO); async: without end, in trajectories of T, with V-trace (Sample Factory's APPO)
     sampler: Literal["ver", "nover", "sync", "async"] = "ver"
@@ -172,8 +172,8 @@ def make_env(options, split="train", number=0):
 
 
 class EnvSpec:
-    """What trainer and network must know of an environment: its spaces, and the scalars that the last info of an episode holds
-    (named in the environment's metadata). Plain, so that it can be sent to other processes."""
+    """What trainer and network must know of an environment: its spaces, and the scalars that the last info of an episode
+    holds (named in the environment's metadata). Plain, so that it can be sent to other processes."""
 
     def __init__(self, observations, action, metrics):
         self.observations, self.action, self.metrics = flatten(observations), action, tuple(metrics)
@@ -233,8 +233,8 @@ def orthogonal(layer, gain=math.sqrt(2)):
 
 
 class SmallCNN(nn.Module):
-    """Small CNN for images of any size -> B x out_features. Its first layers read patches that do not overlap: on a CPU that is
-    twice as fast as the usual overlapping 8x8 and 4x4 kernels. `images` makes one stack of channels of observations."""
+    """Small CNN for images of any size -> B x out_features. Its first layers read patches that do not overlap: on a CPU that
+    is twice as fast as the usual overlapping 8x8 and 4x4 kernels. `images` makes one stack of channels of observations."""
 
     def __init__(self, images, out_features):
         super().__init__()
@@ -311,7 +311,7 @@ class Policy(nn.Module):
 
     def step(self, obs, prev_action_BA, first_B, state_B2LH):
         """One step of each of B environments: distribution, value_B and the recurrent state after the step. `state_B2LH` is
-        zero where `first_B`: `infer` sees to that, because what is stored must be what was used."""
+        zero where `first_B`: `infer` sees to that, so that the rollout stores the very state that was used."""
         x = self.encode(obs, prev_action_BA, first_B)
         if not self.num_layers:
             return *self.heads(torch.tanh(self.core(x))), state_B2LH
@@ -323,14 +323,14 @@ class Policy(nn.Module):
         hidden, cells = zip(*after)
         return *self.heads(x), torch.stack([*hidden, *cells], dim=1)
 
-    def sequences(self, obs, prev_action_M, first_M, state_Q2LH, batch_sizes):
+    def sequences(self, obs, prev_action_MA, first_M, state_Q2LH, batch_sizes):
         """All M steps of Q sequences, arranged as a PackedSequence: distribution, value_M, and for auxiliary losses
         (features, memory) (VER section 2.2, figure 3C).
 
         The encoders run once over all steps; the LSTM runs over time with batches that shrink as sequences end.
         `state_Q2LH` is the stored state before each sequence's first step, longest sequence first.
         """
-        x = self.encode(obs, prev_action_M, first_M)
+        x = self.encode(obs, prev_action_MA, first_M)
         features = x[:, :-ACTION_FEATURES]  # all but the previous action
         if self.num_layers:
             hidden_LQH, cell_LQH = state_Q2LH.transpose(0, 1).contiguous().split(self.num_layers)
@@ -391,8 +391,8 @@ class EnvIO(Shared):
 
 
 class Rollout(Shared):
-    """Steps in time order (VER section 2.2); the learner gets S complete ones. Observations and memory are tensors on `device`,
-    everything else is a field of the table."""
+    """Steps in time order (VER section 2.2); the learner gets S complete ones. Observations and memory are tensors on
+    `device`, everything else is a field of the table."""
 
     def __init__(self, spec, steps, num_envs, state_shape, device, shared=False):
         self.steps, self.num_envs, self.device = steps, num_envs, device
@@ -406,7 +406,7 @@ class Rollout(Shared):
         action = spec.action_dtype, (spec.action_dims,)
         fields = [
             ("env", int),
-            ("segment", int),  # steps that follow each other have the same one
+            ("segment", int),  # the environment (async: the trajectory)
             ("version", int),  # of the policy that chose the action
             ("first", bool),  # first step of an episode: the memory was reset before it
             ("prev_action", *action),
@@ -459,8 +459,8 @@ class Environment:
         self.start() if self.env is None else self.step()
 
     def start(self):
-        """Make the environment. As every answer, the first one completes a step, if one is in flight (then another process
-        had this environment before): without reward, and truncated."""
+        """Make the environment. As every answer, this one completes a step if one is in flight (an earlier process of this
+        environment was asked for it and is gone): truncated at the last observation, reward 0."""
         io, e = self.io, self.number
         self.env = make_env(self.options, self.split, e)
         io.reward[e], io.terminated[e], io.truncated[e], io.episode_stats[e] = 0.0, False, True, np.nan
@@ -580,7 +580,7 @@ class Collector:
     def __init__(self, workers, io, policy, spec, options, enough=lambda steps: False):
         num_envs = options.num_envs
         self.workers, self.io, self.options = workers, io, options
-        self.enough = enough  # whether a rollout of so many complete steps shall end early
+        self.enough = enough  # whether a rollout of so many complete steps shall end early (here: never)
         self.device = next(policy.parameters()).device
         # each environment's step in flight, and whether there is one
         self.pending = Rollout(spec, num_envs, num_envs, policy.state_shape, self.device)
@@ -596,7 +596,7 @@ class Collector:
 
 def await_answers(c, most):
     """Dynamic batching (VER section 2.1): the environments that have answered, at least one, in order of arrival. `sync`
-    waits for all. None if there is `enough`."""
+    waits for all. An empty array if the rollout shall end early."""
     needed, began = len(c.in_flight_N) - len(c.idle) if c.options.sampler == "sync" else 1, time.perf_counter()
     c.answered += c.workers.receive(0)
     while len(c.answered) < needed and not c.enough(c.steps_N.sum()):
@@ -608,8 +608,8 @@ def await_answers(c, most):
 
 
 def infer(policy, c, env_B, source="obs"):
-    """One batched step of the policy for these environments: what it saw (observation, memory), and its distribution, value_B
-    and memory after the step. The source `final_obs` asks about the end of a truncated episode, not the start of the next."""
+    """One batched step of the policy for these environments: what it saw (observation, memory), and its distribution,
+    value_B and memory after the step. Source `final_obs`: at the end of a truncated episode, not the start of the next."""
     rows = getattr(c.io, source)
     obs = {key: torch.from_numpy(rows[key][env_B]).to(c.device) for key in rows.dtype.names}
     first_B = torch.from_numpy(c.io.first[env_B] & (source == "obs")).to(c.device)
@@ -645,7 +645,7 @@ def complete_steps(policy, rollout, c, env_B, step_B):
     accounts for its age, and it counts for the rollout in which it is completed. So nothing that was simulated is lost.
 
     A truncated episode would have gone on: its last reward gets the discounted value of the final observation, computed
-    with the memory of that episode (Pardo et al. 2018), which `state_N` still holds. After that, an end is an end.
+    with the memory of that episode (Pardo et al. 2018), which `state_N` still holds. From then on, all ends are alike.
     """
     io = c.io
     rollout.copy(step_B, c.pending, env_B)
@@ -676,14 +676,14 @@ def collect_rollout(policy, rollout, c):
     act(policy, c, idle)
     while rollout.size < rollout.steps and not c.enough(rollout.size):
         env_B = await_answers(c, most=rollout.steps - rollout.size)
-        done_B = env_B[c.in_flight_N[env_B]]  # the others have just started
+        done_B = env_B[c.in_flight_N[env_B]]  # the others have just started: no step to complete
         step_B = np.arange(rollout.size, rollout.size + len(done_B))
         complete_steps(policy, rollout, c, done_B, step_B)
         rollout.size += len(done_B)
         wanted_B = (c.steps_N[env_B] < c.quota) & (rollout.size < rollout.steps)
         act(policy, c, env_B[wanted_B])
         c.idle = np.append(c.idle, env_B[~wanted_B])
-    rollout.bootstrap[:] = c.pending.value
+    rollout.bootstrap[:] = c.pending.value  # right for what is in flight
     if len(c.idle):
         rollout.bootstrap[c.idle] = infer(policy, c, c.idle)[2].cpu()
     rollout.clock = began_at, time.perf_counter(), c.waited_sec
@@ -691,7 +691,7 @@ def collect_rollout(policy, rollout, c):
 
 def inline_rollouts(policy, spec, options, run):
     """Rollouts without end: this process collects, and whoever takes them learns, by turns (VER appendix A.1)."""
-    io = EnvIO(spec, options.num_envs, first_episode=run.step)
+    io = EnvIO(spec, options.num_envs, first_episode=run.step)  # no episode comes twice, whenever a run begins
     rollout = Rollout(spec, options.rollout_steps, options.num_envs, policy.state_shape, next(policy.parameters()).device)
     with contextlib.closing(make_workers(options, "train", spec, io)) as workers:
         c = Collector(workers, io, policy, spec, options, run.enough)
@@ -749,9 +749,9 @@ def pack(sequences):
 def compute_advantages(segment_S, reward_S, value_S, done_S, bootstrap, gamma, gae_lambda, keep_S=None):
     """Generalized advantage estimation over steps in time order, for all segments at once (DD-PPO section 4).
 
-    Walks backwards and keeps, for each segment, value and advantage of the step that follows: at first the segment's bootstrap
-    value and 0, and where an episode is done, 0 and 0. `keep_S`: how much of a step's advantage earlier steps see (None: all).
-    Returns float32 advantages.
+    Walks backwards and keeps, for each segment, value and advantage of the step that follows: at first the segment's
+    bootstrap value and 0, and where an episode is done, 0 and 0. `keep_S`: how much of a step's advantage earlier steps see
+    (all, but for async). Returns float32 advantages.
 
     >>> compute_advantages(*map(np.array, ([0, 0, 1], [1., 1., 1.], [0., 0., 0.], [False, True, False], [9., 4.])), 0.5, 1.0)
     array([1.5, 1. , 3. ], dtype=float32)
@@ -870,8 +870,8 @@ def ppo_update(policy, optimizer, rollout, options, average=lambda tensors: None
     """Learn from a rollout: --update-epochs passes over all its steps, each in --num-minibatches mini-batches of equal size,
     made of the sequences in a new random order. Returns the means of what to log.
 
-    `average` averages tensors over all processes that learn together, in place; here it is alone. Raises FloatingPointError if
-    not one mini-batch has a finite gradient.
+    `average` averages tensors over all processes that learn together, in place; one alone has nothing to do. Raises
+    FloatingPointError if not one mini-batch has a finite gradient.
     """
     sequences, logs = find_sequences(rollout.segment, rollout.first), []
     scale = advantage_scale(rollout, average) if options.norm_adv else (0.0, 1.0)
@@ -879,7 +879,7 @@ def ppo_update(policy, optimizer, rollout, options, average=lambda tensors: None
         shuffled = [sequences[q] for q in torch.randperm(len(sequences)).tolist()]
         for minibatch in cut_minibatches(shuffled, rollout.steps // options.num_minibatches):
             logs.append(minibatch_step(policy, optimizer, rollout, minibatch, scale, options, average))
-    update_statistics(policy, rollout, average)
+    update_statistics(policy, rollout, average)  # of RGB images
     means = {name: torch.stack([log[name].detach() for log in logs]).mean().item() for name in logs[0]}
     if means["losses/skipped"] == 1:
         raise FloatingPointError("not one gradient of this update was finite: try a lower --learning-rate")
@@ -907,7 +907,7 @@ def train(options):
     spec, policy, optimizer = build(options)
     with contextlib.closing(Run(options, spec, policy, optimizer)) as run:  # run folder, log, checkpoints: below
         torch.manual_seed(derive_seed(SEED_OF_LEARNER, options.seed, run.step))
-        source = rollout_source(policy, spec, options, run)  # inline_rollouts, or what stands below
+        source = rollout_source(policy, spec, options, run)  # inline_rollouts; below, those of --overlap and async
         with contextlib.closing(source), run.training():
             while run.step < options.total_timesteps:
                 rollout = run.collect(source)
@@ -924,8 +924,8 @@ def train(options):
 
 
 # ------------------------------------------------------------------------------- Collecting while the main process learns
-# Adds a process that collects while this one learns: --overlap, and --sampler async (Sample Factory's APPO). The lesson calls
-# `rollout_source`, and for async, whose data are older, `add_corrected_returns`.
+# Adds a process that collects while this one learns: --overlap, and --sampler async (Sample Factory's APPO). The lesson
+# calls `rollout_source`, and for async, whose data are older, `add_corrected_returns`.
 
 
 def rollout_source(policy, spec, options, run):
@@ -935,11 +935,11 @@ def rollout_source(policy, spec, options, run):
 
 
 def overlapped_rollouts(policy, spec, options, run):
-    """Another process fills one of two rollouts while the learner uses the other. With --overlap, gradients are delayed by one
-    rollout, as in HTS-RL (Liu et al. 2020; VER appendix E); PPO's ratio accounts for it.
+    """Another process fills one of two rollouts while the learner uses the other. With --overlap, gradients are delayed by
+    one rollout, as in HTS-RL (Liu et al. 2020; VER appendix E); PPO's ratio accounts for it.
 
-    Rollouts and weights travel through shared CPU memory. Version v of the weights is row v % 2: the next version is written to
-    the other row, by which nobody has acted since the update before. Raises EnvironmentFailure if the process fails or dies.
+    Rollouts and weights travel through shared CPU memory. Version v of the weights is row v % 2: the next version is written
+    to the other row, by which nobody has acted since the update before. Raises EnvironmentFailure if the process ends.
     """
     size = spec, options.rollout_steps, options.num_envs, policy.state_shape, torch.device("cpu")
     rollouts, context = [Rollout(*size, shared=True) for _ in range(2)], process_context()
@@ -976,7 +976,7 @@ def overlapped_rollouts(policy, spec, options, run):
 
 
 def collector_process(inbox, outbox, spec, options, first_episode, rollouts, weights, version):
-    """Body of that process: collect into the rollout whose number arrives, until the main process closes the pipe or dies."""
+    """Body of that process: collect into the rollout whose number arrives, until the main process ends the pipe or dies."""
     torch.set_num_threads(1)
     torch.manual_seed(derive_seed(SEED_OF_COLLECTOR, options.seed, first_episode))
     device = choose_device(options)
@@ -1009,8 +1009,8 @@ def collector_process(inbox, outbox, spec, options, first_episode, rollouts, wei
 
 
 class Trajectories:
-    """--sampler async (Sample Factory's APPO, section 3.1): environments never stop, each fills trajectories of T steps by the
-    newest weights, and a rollout is the N trajectories that were finished first, whoever they are from."""
+    """--sampler async (Sample Factory's APPO, section 3.1): environments never stop, each fills trajectories of T steps by
+    the newest weights, and a rollout is the N trajectories that were finished first, whoever they are from."""
 
     def __init__(self, spec, policy, options):
         device = next(policy.parameters()).device
@@ -1040,11 +1040,11 @@ class Trajectories:
 
 @torch.no_grad()
 def add_corrected_returns(policy, rollout, options):
-    """`add_returns` for data of older policies: V-trace (IMPALA, section 4.1) by ratios and values of the policy as it is now.
+    """`add_returns` for data of older policies: V-trace (IMPALA, section 4.1) by what the policy makes of them now.
 
-    A step's ratio is its action's probability now divided by that when it acted; of its advantage, min(1, ratio) counts for its
-    value's target and for the steps before it. The advantage itself is not multiplied, because PPO's objective is. Where all
-    ratios are 1, this is GAE. All steps weigh 1, because the trajectories are equally long.
+    A step's ratio is its action's probability now divided by that when it acted; of its advantage, min(1, ratio) counts for
+    its value's target and for the steps before it. The advantage itself is not multiplied, because PPO's objective is. Where
+    all ratios are 1, this is GAE. All steps weigh 1, because the trajectories are equally long.
     """
     keep_S, value_S = np.zeros((2, rollout.steps), np.float32)
     sequences = find_sequences(rollout.segment, rollout.first)
@@ -1063,8 +1063,8 @@ def add_corrected_returns(policy, rollout, options):
 
 
 def image_layout(space):
-    """Channels, height, width of an image (a Box of two or three dimensions, of 8 x 8 pixels at least) and whether the channels
-    come last; None for other observations.
+    """Channels, height, width of an image (a Box of two or three dimensions, of 8 x 8 pixels at least) and whether the
+    channels come last; None for other observations.
 
     >>> image_layout(gym.spaces.Box(0, 255, (3, 36, 40), np.uint8))
     (3, 36, 40, False)
@@ -1076,9 +1076,9 @@ def image_layout(space):
 
 
 class Images(nn.Module):
-    """The images of one size (RGB and depth, say), stacked as B x channels x height x width. uint8 is scaled to 0..1; where there
-    is any, every channel is normalized by running statistics (DD-PPO section 5), which are parameters without gradient: whoever
-    gets the weights gets them too."""
+    """The images of one size (RGB and depth, say), stacked as B x channels x height x width. uint8 is scaled to 0..1; where
+    there is any, every channel is normalized by running statistics (DD-PPO section 5), which are parameters without
+    gradient: whoever gets the weights gets them too."""
 
     def __init__(self, spaces):
         super().__init__()
@@ -1141,7 +1141,7 @@ def convolution(channels_in, channels_out, kernel, stride=1, groups=1, dilation=
 
 class Block(nn.Module):
     """Residual block (He et al. 2016): 1x1, 3x3, 1x1 convolutions, or without bottleneck 3x3, 3x3. `groups` is ResNeXt's
-    cardinality, `squeeze` adds squeeze and excitation, `modern` layer scale and a dilated second 3x3 kernel (as in ConvNeXt)."""
+    cardinality, `squeeze` adds squeeze and excitation, `modern` layer scale and a dilated second 3x3 kernel (ConvNeXt)."""
 
     def __init__(self, channels_in, planes, stride, bottleneck, groups, squeeze, modern):
         super().__init__()
@@ -1212,7 +1212,7 @@ class Vector(nn.Module):
 
 
 def build_encoders(spec, options):
-    """One encoder for all images of a size, one for each vector, by name: observations -> B x out_features. Raises UserError."""
+    """One encoder for all images of a size, one for each vector: observations -> B x out_features. Raises UserError."""
     hidden, kind, groups, encoders = options.hidden_size, BACKBONES.get(options.encoder), {}, nn.ModuleDict()
     for key, space in spec.observations.items():
         if not (layout := image_layout(space)):
@@ -1236,8 +1236,8 @@ CPC_HORIZON, CPC_STARTS, CPC_FUTURES, CPC_NEGATIVES, CPC_COEF = 20, 6, 2, 20, 0.
 
 
 class ContrastivePrediction(nn.Module):
-    """From the memory, a GRU follows the actions that were taken next; a classifier tells what was seen then from what was not:
-    B x H, B x features -> B logits."""
+    """From the memory, a GRU follows the actions that were taken next; a classifier tells what was seen then from what was
+    not: B x H, B x features -> B logits."""
 
     def __init__(self, features, hidden):
         super().__init__()
@@ -1249,9 +1249,9 @@ class ContrastivePrediction(nn.Module):
 
 
 def cpc_futures(batch_sizes):
-    """What is compared: CPC_STARTS random steps of each packed sequence, and for each CPC_FUTURES later ones of the same sequence,
-    CPC_HORIZON steps later at most. Returns P start positions, P x CPC_HORIZON positions of the actions from there on (beyond
-    the end: of the last step), and how many steps later the futures are, P x CPC_FUTURES, with their positions."""
+    """What is compared: CPC_STARTS random steps of each packed sequence, and for each CPC_FUTURES later ones of the same
+    sequence, CPC_HORIZON steps later at most. Returns P start positions, P x CPC_HORIZON positions of the actions from there
+    on (beyond the end: of the last step), how many steps later the P x CPC_FUTURES futures are, and their positions."""
     length_Q = (batch_sizes[:, None] > torch.arange(int(batch_sizes[0]))).sum(0)
     begin_of_time = batch_sizes.cumsum(0) - batch_sizes
     sequence_P = torch.arange(len(length_Q))[length_Q > 1].repeat_interleave(CPC_STARTS)[:, None]
@@ -1264,8 +1264,8 @@ def cpc_futures(batch_sizes):
 
 
 def cpc_loss(policy, features_MD, core_MH, action_MA, batch_sizes):
-    """The mean cross-entropies of features that were seen, and of CPC_NEGATIVES others of the same mini-batch, added: the memory
-    after a step is followed through the actions taken since, and a classifier must tell them apart."""
+    """The mean cross-entropies of features that were seen, and of CPC_NEGATIVES others of the same mini-batch, added: the
+    memory after a step is followed through the actions taken since, and a classifier must tell them apart."""
     start_P, action_PT, later_PF, future_PF = (index.to(core_MH.device) for index in cpc_futures(batch_sizes))
     if not len(start_P):  # every rank averages the same gradients, be they 0
         return sum(parameter.sum() for parameter in policy.cpc.parameters()) * 0.0
@@ -1343,8 +1343,8 @@ class BadAnswer(EnvironmentFailure):
 
 
 def process_context():
-    """How processes are started: by a fork server, as clean as spawn, which imports torch only once. It and its processes ignore
-    signals, which may reach the whole process group: the main process decides."""
+    """How processes are started: by a fork server, as clean as spawn, which imports torch only once. It and its processes
+    ignore signals, which may reach the whole process group: the main process decides."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["torch", "gymnasium", "tyro", "tqdm"])
     handlers = {number: signal.signal(number, signal.SIG_IGN) for number in SIGNALS}
@@ -1409,7 +1409,7 @@ def make_workers(options, split, spec, io):
 
 
 def note_restart(workers, reason):
-    """Report a restart. Raises EnvironmentFailure at more than --max-worker-restarts in an hour, and a bad answer at once."""
+    """Report a restart. Raises a bad answer, and EnvironmentFailure at more than --max-worker-restarts in an hour."""
     if isinstance(reason, BadAnswer):
         raise reason
     most, now = workers.environments[0].options.max_worker_restarts, time.monotonic()
@@ -1420,8 +1420,8 @@ def note_restart(workers, reason):
 
 
 class InlineWorkers:
-    """All environments where experience is collected: the interface of Workers, a deterministic order. One that raises is made
-    anew; one that hangs or kills its process cannot be helped."""
+    """All environments where experience is collected: the interface of Workers, a deterministic order. One that raises is
+    made anew; one that hangs or kills its process cannot be helped."""
 
     def __init__(self, environments):
         self.environments, self.answered, self.restarted_at = environments, [], []
@@ -1457,8 +1457,8 @@ def guarded_worker(inbox, outbox, environments, last_words):
 
 
 class SupervisedWorkers(Workers):
-    """Replaces processes that have died, or whose environment has not answered for --env-timeout. The environments that owe an
-    answer then start anew, which is an answer; the others do so when their next action arrives."""
+    """Replaces processes that have died, or whose environment has not answered for --env-timeout. The environments that owe
+    an answer then start anew, which is an answer; the others do so when their next action arrives."""
 
     def __init__(self, environments):
         self.next_check, self.restarted_at, self.timeout_sec = 0.0, [], environments[0].options.env_timeout
@@ -1520,8 +1520,8 @@ def check_rollout(rollout, version, lag=0):
 
 
 # -------------------------------------------------------------------------------------------------------------- Run folder
-# Adds what a run leaves behind: options.json, TensorBoard events, checkpoint.pt, a trace, an evaluation, a video; and what it
-# does on signals. The lesson calls `Run`.
+# Adds what a run leaves behind: options.json, TensorBoard events, checkpoint.pt, a trace, an evaluation, a video; and what
+# it does on signals. The lesson calls `Run`.
 
 CHECKPOINT_FORMAT = 4
 SEED_OF_LEARNER, SEED_OF_COLLECTOR = 2, 3  # first numbers of derive_seed; environments have 0 (train) and 1 (val)
@@ -1546,7 +1546,7 @@ def load_checkpoint(path):
 
 
 def load_policy(policy, path):
-    """Put a checkpoint's weights into the policy. Returns its content. Raises UserError if they belong to another network."""
+    """Put a checkpoint's weights into the policy; returns its content. Raises UserError if the network is another one."""
     content = load_checkpoint(path)
     try:
         policy.load_state_dict(content["policy"])
@@ -1568,7 +1568,7 @@ def start_from(policy, options):
 
 
 class Run:
-    """A run folder, the counters, and the progress bar. What was learned before (--resume, --init-from) is put in place first."""
+    """A run folder, counters, progress bar. What was learned before (--resume, --init-from) is put in place first."""
 
     def __init__(self, options, spec, policy, optimizer):
         self.options, self.spec, self.policy, self.optimizer = options, spec, policy, optimizer
@@ -1630,7 +1630,7 @@ class Run:
         return rollout
 
     def note_signal(self, number, _frame):
-        """SIGINT and SIGTERM are noted, so that training ends where weights are whole; a second one ends it wherever it is."""
+        """Signals are noted, so that training ends where weights are whole; a second one ends it wherever it is."""
         self.signal = number
         for each in SIGNALS:
             signal.signal(each, signal.SIG_DFL)
@@ -1653,7 +1653,7 @@ class Run:
 
     @contextlib.contextmanager
     def learning(self):
-        """Around the learning of one update: sets the number of threads, takes the time. Yields a dictionary of what to log."""
+        """Around the learning of one update: sets the number of threads, takes the time. Yields a dictionary to log."""
         began, logs, threads = time.perf_counter(), {}, choose_threads(self.options, self.update, self.learning_sec)
         torch.set_num_threads(threads)
         yield logs
@@ -1667,8 +1667,8 @@ class Run:
             self.save()
 
     def describe(self, rollout, logs):
-        """An update's steps; what to log of it: where the time went, how uneven the environments and how old the data were; and
-        the numbers of the episodes that ended (but for those that were cut off)."""
+        """An update's steps; what to log of it: where the time went, how uneven the environments and how old the data were;
+        and the numbers of the episodes that ended (but for those that were cut off)."""
         steps, (began_at, ended_at, waited_sec), learning_sec = (
             rollout.rows[: rollout.size],
             rollout.clock,
@@ -1729,8 +1729,8 @@ class Run:
             self.writer = None
 
     def save(self):
-        """Write the checkpoint, atomically: a crash leaves the old file or the new one, both whole. Only tensors and plain types,
-        so that it loads with weights_only=True and a foreign file can execute nothing."""
+        """Write the checkpoint, atomically: a crash leaves the old file or the new one, both whole. Only tensors and plain
+        types, so that it loads with weights_only=True and a foreign file can execute nothing."""
         content = {"format": CHECKPOINT_FORMAT, "options": asdict(self.options), "policy": self.policy.state_dict()}
         content |= {"optimizer": self.optimizer.state_dict(), "step": self.step, "update": self.update}
         temporary, self.saved_step, self.unsaved = self.folder / "checkpoint.tmp", self.step, None
@@ -1767,8 +1767,8 @@ def write_trace(file, steps, learning_sec):
 
 @torch.inference_mode()
 def evaluate(policy, spec, options):
-    """Play --eval-episodes validation episodes. Returns their numbers, E x (return, length, metrics), and with --capture-video,
-    of one environment alone, pictures.
+    """Play --eval-episodes validation episodes. Returns their numbers, E x (return, length, metrics), and with
+    --capture-video, of one environment alone, pictures.
 
     Each environment plays its share of the episodes, so that short ones do not count more than long ones; for the same
     --num-envs and --eval-episodes these are the same episodes for every policy.
@@ -1794,7 +1794,7 @@ def evaluate(policy, spec, options):
 
 
 def report_evaluation(policy, spec, options, folder):
-    """Evaluate, print mean +- standard error of every number, write the video if one was asked for. Returns the means to log."""
+    """Evaluate, print mean +- standard error of every number, write the video if asked for. Returns the means to log."""
     began, names = time.perf_counter(), ("return", "length", *spec.metrics)
     found, _ = evaluate(policy, spec, replace(options, capture_video=False))
     means, errors = found.mean(axis=0), found.std(axis=0, ddof=len(found) > 1) / math.sqrt(len(found))
@@ -1816,9 +1816,9 @@ def report_evaluation(policy, spec, options, folder):
 
 
 def packed_lstm(lstm, x, batch_sizes, hidden_LQH, cell_LQH):
-    """nn.LSTM over a PackedSequence: M x features -> M x H. On a CPU it is spelled out: all first steps, then all second steps
-    of the sequences that are that long, ... Learning is a tenth faster by it there, because each step of nn.LSTM's backward
-    pass fills a buffer of the size of the whole input with zeros."""
+    """nn.LSTM over a PackedSequence: M x features -> M x H. On a CPU it is spelled out: all first steps, then all second
+    steps of the sequences that are that long, ... Learning is a tenth faster by it there, because each step of nn.LSTM's
+    backward pass fills a buffer of the size of the whole input with zeros."""
     if x.device.type != "cpu":
         return lstm(PackedSequence(x, batch_sizes), (hidden_LQH, cell_LQH))[0].data
     for weights, hidden_QH, cell_QH in zip(lstm.all_weights, hidden_LQH, cell_LQH):
@@ -1836,8 +1836,8 @@ def packed_lstm(lstm, x, batch_sizes, hidden_LQH, cell_LQH):
 
 
 def keep_freed_memory():
-    """Tell glibc not to give freed memory back to the kernel after every update: learning is a sixth faster on a CPU, because
-    activations come and go with every mini-batch, and each return costs a page fault for every 4 KiB."""
+    """Tell glibc not to give freed memory back to the kernel after every update: learning is a sixth faster on a CPU,
+    because activations come and go with every mini-batch, and each return costs a page fault for every 4 KiB."""
     with contextlib.suppress(OSError, AttributeError):  # another C library: nothing to tell
         mallopt, trim_threshold, mmap_threshold = ctypes.CDLL(None).mallopt, -1, -3
         mallopt(mmap_threshold, 1 << 25)  # glibc's maximum
@@ -1845,9 +1845,9 @@ def keep_freed_memory():
 
 
 def choose_threads(options, update, learning_sec):
-    """CPU threads for an update: what was faster, by what the last two updates with so many took (the slower one may have been
-    disturbed). Where other programs are busy, threads that wait for each other are many times slower than one alone; so each
-    number is tried again every 500 updates, but not in the very first one, which is always slow."""
+    """CPU threads for an update: what was faster, by what the last two updates with so many took (the slower one may have
+    been disturbed). Where other programs are busy, threads that wait for each other are many times slower than one alone; so
+    each number is tried again every 500 updates, but not in the very first one, which is always slow."""
     choices = sorted({1, min(4, count_cores())}) if options.learner_threads == "auto" else [options.learner_threads]
     if update % 500 in range(1, len(choices) + 1):
         return choices[update % 500 - 1]
@@ -1855,8 +1855,8 @@ def choose_threads(options, update, learning_sec):
 
 
 # ------------------------------------------------------------------------------------------- The command line and its checks
-# Adds refusals in one line, before anything is started. The lesson calls `check_options`, `describe_env`, `choose_device` and
-# `registered_id`.
+# Adds refusals in one line, before anything is started. The lesson calls `check_options`, `describe_env`, `choose_device`
+# and `registered_id`.
 
 
 def refuse(options, name, message):
@@ -1935,7 +1935,7 @@ def describe_env(options):
 
 
 def registered_id(options):
-    """The Gymnasium id of the options' environment: pointnav and habitat-lab's YAMLs are registered by files in notebooks/."""
+    """The options' Gymnasium id: pointnav and habitat-lab's YAMLs are registered by files in notebooks/."""
     if options.env_id.endswith(".yaml") or options.env_id == "pointnav" and options.simulator == "habitat":
         return "notebooks.habitat_env:Habitat-v0"
     return "notebooks.pointnav:PointNav-v0" if options.env_id == "pointnav" else options.env_id
