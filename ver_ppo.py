@@ -218,7 +218,7 @@ def to_env_action(space, action_A):
 
 
 def derive_seed(*numbers):
-    """A seed made of several numbers: 32 bits, so that every simulator takes it. Others give an independent stream."""
+    """A seed made of several numbers: 32 bits, so that every simulator takes it. Other numbers, another one."""
     return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 
 
@@ -234,7 +234,7 @@ def orthogonal(layer, gain=math.sqrt(2)):
 
 class SmallCNN(nn.Module):
     """Small CNN for images of any size -> B x out_features. Its first layers read patches that do not overlap: on a CPU that
-    is twice as fast as the usual overlapping 8x8 and 4x4 kernels. `images` makes one stack of channels of observations."""
+    is twice as fast as the usual overlapping 8x8 and 4x4 kernels. `images` stacks all images along the channels."""
 
     def __init__(self, images, out_features):
         super().__init__()
@@ -334,7 +334,7 @@ class Policy(nn.Module):
         features = x[:, :-ACTION_FEATURES]  # all but the previous action
         if self.num_layers:
             hidden_LQH, cell_LQH = state_Q2LH.transpose(0, 1).contiguous().split(self.num_layers)
-            core_MH = packed_lstm(self.core, x, batch_sizes, hidden_LQH, cell_LQH)
+            core_MH = packed_lstm(self.core, x, batch_sizes, hidden_LQH, cell_LQH)  # what nn.LSTM does
         else:
             core_MH = torch.tanh(self.core(x))
         return *self.heads(core_MH), (features, core_MH)
@@ -429,9 +429,9 @@ class Rollout(Shared):
     def copy(self, step_B, other, other_B):
         """Copy the steps `other_B` of another rollout to the indices `step_B`."""
         self.rows[step_B] = other.rows[other_B]
-        mine_B, other_B = torch.from_numpy(step_B), torch.from_numpy(other_B)
+        to_B, from_B = torch.from_numpy(step_B), torch.from_numpy(other_B)
         for mine, others in zip((*self.obs.values(), self.state), (*other.obs.values(), other.state)):
-            mine[mine_B] = others[other_B].to(mine.device)
+            mine[to_B] = others[from_B].to(mine.device)
 
 
 # -------------------------------------------------------------------------------------------------- Environment workers
@@ -459,8 +459,8 @@ class Environment:
         self.start() if self.env is None else self.step()
 
     def start(self):
-        """Make the environment. As every answer, this one completes a step if one is in flight (an earlier process of this
-        environment was asked for it and is gone): truncated at the last observation, reward 0."""
+        """Make the environment. If a step is in flight (asked of an earlier process that is gone), this answer completes it:
+        truncated at the last observation, reward 0."""
         io, e = self.io, self.number
         self.env = make_env(self.options, self.split, e)
         io.reward[e], io.terminated[e], io.truncated[e], io.episode_stats[e] = 0.0, False, True, np.nan
@@ -531,10 +531,8 @@ class Workers:
 
     def __init__(self, environments):
         self.environments, self.num_workers = environments, count_workers(environments[0].options)
-        self.context, self.sent_at_N = (
-            process_context(),
-            np.zeros(len(environments)),
-        )  # when each was asked; 0: it has answered
+        self.context = process_context()
+        self.sent_at_N = np.zeros(len(environments))  # when each was asked; 0: it has answered
         self.answers, self.outbox = self.context.Pipe(duplex=False)
         self.pipes = [self.context.Pipe(duplex=False) for _ in range(self.num_workers)]
         self.processes = [self.start(worker) for worker in range(self.num_workers)]
@@ -580,7 +578,7 @@ class Collector:
     def __init__(self, workers, io, policy, spec, options, enough=lambda steps: False):
         num_envs = options.num_envs
         self.workers, self.io, self.options = workers, io, options
-        self.enough = enough  # whether a rollout of so many complete steps shall end early (here: never)
+        self.enough = enough  # whether a rollout of so many complete steps shall end early (here never)
         self.device = next(policy.parameters()).device
         # each environment's step in flight, and whether there is one
         self.pending = Rollout(spec, num_envs, num_envs, policy.state_shape, self.device)
@@ -596,8 +594,9 @@ class Collector:
 
 def await_answers(c, most):
     """Dynamic batching (VER section 2.1): the environments that have answered, at least one, in order of arrival. `sync`
-    waits for all. An empty array if the rollout shall end early."""
-    needed, began = len(c.in_flight_N) - len(c.idle) if c.options.sampler == "sync" else 1, time.perf_counter()
+    waits for all. Empty if the rollout shall end before so many have come."""
+    needed = len(c.in_flight_N) - len(c.idle) if c.options.sampler == "sync" else 1
+    began = time.perf_counter()
     c.answered += c.workers.receive(0)
     while len(c.answered) < needed and not c.enough(c.steps_N.sum()):
         c.answered += c.workers.receive(0.05)
@@ -622,7 +621,8 @@ def act(policy, c, env_B):
     """Choose the next actions of these environments, remember the steps as pending, and send the actions."""
     if not len(env_B):
         return
-    pending, pending.asked_at[env_B] = c.pending, time.perf_counter()
+    pending = c.pending
+    pending.asked_at[env_B] = time.perf_counter()
     (obs, state_B2LH), distribution, value_B, after_B2LH = infer(policy, c, env_B)
     action_BA = distribution.mode if c.greedy else distribution.sample()
     index_B, pending.prev_action[env_B] = torch.from_numpy(env_B), c.prev_action_N[env_B]
@@ -683,7 +683,7 @@ def collect_rollout(policy, rollout, c):
         wanted_B = (c.steps_N[env_B] < c.quota) & (rollout.size < rollout.steps)
         act(policy, c, env_B[wanted_B])
         c.idle = np.append(c.idle, env_B[~wanted_B])
-    rollout.bootstrap[:] = c.pending.value  # right for what is in flight
+    rollout.bootstrap[:] = c.pending.value  # of what is in flight; those of idle environments follow
     if len(c.idle):
         rollout.bootstrap[c.idle] = infer(policy, c, c.idle)[2].cpu()
     rollout.clock = began_at, time.perf_counter(), c.waited_sec
@@ -691,11 +691,12 @@ def collect_rollout(policy, rollout, c):
 
 def inline_rollouts(policy, spec, options, run):
     """Rollouts without end: this process collects, and whoever takes them learns, by turns (VER appendix A.1)."""
-    io = EnvIO(spec, options.num_envs, first_episode=run.step)  # no episode comes twice, whenever a run begins
+    io = EnvIO(spec, options.num_envs, first_episode=run.step)  # a run that goes on repeats no episode
     rollout = Rollout(spec, options.rollout_steps, options.num_envs, policy.state_shape, next(policy.parameters()).device)
     with contextlib.closing(make_workers(options, "train", spec, io)) as workers:
         c = Collector(workers, io, policy, spec, options, run.enough)
-        for c.version in itertools.count(run.update):
+        for version in itertools.count(run.update):
+            c.version = version
             torch.set_num_threads(1)  # the workers want the cores now
             collect_rollout(policy, rollout, c)
             yield rollout
@@ -786,7 +787,7 @@ def add_returns(policy, rollout, options):
     """Write advantage, return and weight of every step into the rollout."""
     if options.sampler == "async":
         return add_corrected_returns(policy, rollout, options)
-    new = slice(rollout.size)
+    new = slice(rollout.size)  # all S, unless the rollout ended early
     columns = rollout.segment[new], rollout.reward[new], rollout.value[new], rollout.done[new]
     rollout.advantage[new] = compute_advantages(*columns, rollout.bootstrap, options.gamma, options.gae_lambda)
     rollout.returns[new] = rollout.advantage[new] + rollout.value[new]
@@ -833,7 +834,7 @@ def run_sequences(policy, rollout, sequences):
     names = "prev_action", "action", "first", "log_prob", "advantage", "returns", "weight"
     batch = {name: torch.from_numpy(rows_M[name].copy()).to(device) for name in names} | {"step": step_M}
     obs = {key: part[step_M].to(device) for key, part in rollout.obs.items()}
-    state_Q2LH = rollout.state[step_M[: batch_sizes[0]]].to(device)
+    state_Q2LH = rollout.state[step_M[: batch_sizes[0]]].to(device)  # the first Q steps begin the Q sequences
     results = policy.sequences(obs, batch["prev_action"], batch["first"], state_Q2LH, batch_sizes)
     return *results, batch, batch_sizes
 
