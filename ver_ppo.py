@@ -1,10 +1,10 @@
 """VER: train a recurrent policy with Variable Experience Rollout and PPO (Wijmans et al. 2022), in one file.
 
-Simulators are slow and uneven, and a trainer that steps N of them in lock-step always waits for the slowest. VER never
-waits: whichever environments have answered form the next inference batch, and a rollout ends when S = T x N steps
+Simulators are slow and uneven, and a trainer that steps N of them in lock-step always waits for the slowest. VER does
+not: whichever environments have answered form the next inference batch, and a rollout ends when S = T x N steps
 (--num-steps times --num-envs) are complete, no matter who contributed how many. A step that is in flight at that moment
 counts for the next rollout. The uneven experience is cut into mini-batches of equal size for a recurrent network, fast
-environments are weighted down, and PPO learns from data of which all but N steps at most come from the current policy.
+environments are weighted down, and at most N of the steps that PPO learns from come from an older policy.
 
     python ver_ppo.py --env-id pointnav            trains, shows its progress, evaluates on unseen floor plans
     python ver_ppo.py --help                       explains every option
@@ -24,9 +24,9 @@ The processes and what passes between them (section 2.1, figure 2 of the paper):
 
 A *step* begins when inference chooses an action; it is then *in flight*, in the environment's row of `pending`. When its
 answer (reward, whether the episode ended) is taken, it is complete and moves to the next free index of the rollout. An
-environment that has answered and gets no action because enough steps are complete is *idle*. The *version* of a policy is
-the number of updates before it. A *segment* is the steps of a rollout that follow each other: those of one environment
-(async: one trajectory). Cut where episodes begin, segments become *sequences*.
+environment that has answered and gets no action because enough steps are complete is *idle*. The *version* of a policy
+is the number of updates before it. A *segment* is one environment's steps of a rollout, in time order (async: one
+trajectory's). Cut where episodes begin, segments become *sequences*.
 
 Shapes, at least the first dimensions, stand in the names: N environments, S steps of a rollout, Q sequences, M steps of a
 mini-batch, B any batch (env_B: the numbers of B environments), H hidden units, L LSTM layers, A dimensions of an action.
@@ -86,7 +86,7 @@ class Options:
     # processes that share the environments; 0: all in the main process (very cheap ones, debuggers, exact repetition);
     # auto: one for each CPU core, or with --sim-latency for each environment, as slow simulators want it
     num_workers: int | Literal["auto"] = "auto"
-    max_requests: int = 256  # most answers that are taken at once: bounds the memory of inference
+    max_requests: int = 256  # most answers that are taken at once (--num-envs bounds all other inference)
     # who gives a rollout's steps. ver: whoever delivers them; nover: each environment T (VER without variable rollouts);
     # sync: each T, in lock-step (DD-PPO); async: without end, in trajectories of T, with V-trace (Sample Factory's APPO)
     sampler: Literal["ver", "nover", "sync", "async"] = "ver"
@@ -97,7 +97,7 @@ class Options:
     learning_rate: float = 1e-3  # at the start; decays to 0 along a cosine
     gamma: float = 0.99  # discount factor
     gae_lambda: float = 0.95  # lambda of generalized advantage estimation
-    num_minibatches: int = 2  # mini-batches per epoch, all of one size
+    num_minibatches: int = 2  # mini-batches per epoch, all of one size: must divide T x N
     update_epochs: int = 2  # passes over each rollout
     clip_coef: float = 0.2  # PPO's clipping range of the probability ratio
     norm_adv: bool = False  # normalize the advantages of a rollout (DD-PPO: unstable; short control tasks want it)
@@ -266,7 +266,7 @@ class Policy(nn.Module):
         hidden, self.choices, self.bf16 = options.hidden_size, spec.choices, options.bf16
         self.encoders = build_encoders(spec, options)
         features = sum(encoder.out_features for encoder in self.encoders.values())
-        if self.choices:  # entry 0 is the start token, one table for all action dimensions
+        if self.choices:  # one table: each dimension's part begins with its start token
             offset_A = torch.tensor([0, *np.cumsum([n + 1 for n in self.choices])[:-1]])
             self.register_buffer("token_offset_A", offset_A, persistent=False)
             self.action_embedding = nn.Embedding(sum(self.choices) + len(self.choices), ACTION_FEATURES)
@@ -334,7 +334,7 @@ class Policy(nn.Module):
         features = x[:, :-ACTION_FEATURES]  # all but the previous action
         if self.num_layers:
             hidden_LQH, cell_LQH = state_Q2LH.transpose(0, 1).contiguous().split(self.num_layers)
-            core_MH = packed_lstm(self.core, x, batch_sizes, hidden_LQH, cell_LQH)  # what nn.LSTM does
+            core_MH = packed_lstm(self.core, x, batch_sizes, hidden_LQH, cell_LQH)  # nn.LSTM, faster
         else:
             core_MH = torch.tanh(self.core(x))
         return *self.heads(core_MH), (features, core_MH)
@@ -391,8 +391,8 @@ class EnvIO(Shared):
 
 
 class Rollout(Shared):
-    """Steps in time order (VER section 2.2); the learner gets S complete ones. Observations and memory are tensors on
-    `device`, everything else is a field of the table."""
+    """S complete steps in time order (VER section 2.2), or N pending ones by environment. Observations and memory are
+    tensors on `device`, everything else is a field of the table."""
 
     def __init__(self, spec, steps, num_envs, state_shape, device, shared=False):
         self.steps, self.num_envs, self.device = steps, num_envs, device
@@ -691,7 +691,7 @@ def collect_rollout(policy, rollout, c):
 
 def inline_rollouts(policy, spec, options, run):
     """Rollouts without end: this process collects, and whoever takes them learns, by turns (VER appendix A.1)."""
-    io = EnvIO(spec, options.num_envs, first_episode=run.step)  # a run that goes on repeats no episode
+    io = EnvIO(spec, options.num_envs, first_episode=run.step)  # more than any used: no episode comes twice
     rollout = Rollout(spec, options.rollout_steps, options.num_envs, policy.state_shape, next(policy.parameters()).device)
     with contextlib.closing(make_workers(options, "train", spec, io)) as workers:
         c = Collector(workers, io, policy, spec, options, run.enough)
@@ -787,7 +787,7 @@ def add_returns(policy, rollout, options):
     """Write advantage, return and weight of every step into the rollout."""
     if options.sampler == "async":
         return add_corrected_returns(policy, rollout, options)
-    new = slice(rollout.size)  # all S, unless the rollout ended early
+    new = slice(rollout.size)  # all S (who ends rollouts early must fill up the rest)
     columns = rollout.segment[new], rollout.reward[new], rollout.value[new], rollout.done[new]
     rollout.advantage[new] = compute_advantages(*columns, rollout.bootstrap, options.gamma, options.gae_lambda)
     rollout.returns[new] = rollout.advantage[new] + rollout.value[new]
@@ -908,7 +908,7 @@ def train(options):
     spec, policy, optimizer = build(options)
     with contextlib.closing(Run(options, spec, policy, optimizer)) as run:  # run folder, log, checkpoints: below
         torch.manual_seed(derive_seed(SEED_OF_LEARNER, options.seed, run.step))
-        source = rollout_source(policy, spec, options, run)  # inline_rollouts; below, those of --overlap and async
+        source = rollout_source(policy, spec, options, run)  # here inline_rollouts; --overlap, async: below
         with contextlib.closing(source), run.training():
             while run.step < options.total_timesteps:
                 rollout = run.collect(source)
