@@ -185,7 +185,8 @@ class EnvSpec:
         # (key, type, shape): images of uint8 stay uint8, Discrete is int64, everything else float32
         kinds = {key: np.uint8 if space.dtype == np.uint8 else np.float32 for key, space in self.observations.items()}
         kinds |= {key: np.int64 for key, space in self.observations.items() if isinstance(space, gym.spaces.Discrete)}
-        self.obs_fields = [(key, kinds[key], space.shape or ()) for key, space in self.observations.items()]
+        self.obs_shapes = {key: space.shape or () for key, space in self.observations.items()}
+        self.obs_fields = [(key, kinds[key], shape) for key, shape in self.obs_shapes.items()]
 
 
 def flatten(tree, name=""):
@@ -1392,9 +1393,9 @@ class CheckedEnvironment(Environment):
             raise kind(f"{where}:\n{traceback.format_exc()}") from None
 
     def write(self, rows, observation):
-        leaves, expected = flatten(observation), {key: shape for key, _, shape in self.spec.obs_fields}
-        if (shapes := {key: np.shape(leaf) for key, leaf in leaves.items()}) != expected:
-            raise BadAnswer(f"observation has the shapes {shapes}, the observation space {expected}")
+        leaves = flatten(observation)
+        if (shapes := {key: np.shape(leaf) for key, leaf in leaves.items()}) != self.spec.obs_shapes:
+            raise BadAnswer(f"observation has the shapes {shapes}, the observation space {self.spec.obs_shapes}")
         super().write(rows, observation)
         for key, row in ((key, rows[key][self.number]) for key in leaves):
             if row.dtype == np.int64 and int(row) not in self.spec.observations[key]:
