@@ -432,7 +432,7 @@ class Rollout(Shared):
         self.rows[step_B] = other.rows[other_B]
         to_B, from_B = torch.from_numpy(step_B), torch.from_numpy(other_B)
         for mine, others in zip((*self.obs.values(), self.state), (*other.obs.values(), other.state)):
-            mine[to_B] = others[from_B].to(mine.device)
+            mine.index_copy_(0, to_B, others.index_select(0, from_B).to(mine.device))
 
 
 # -------------------------------------------------------------------------------------------------- Environment workers
@@ -474,7 +474,7 @@ class Environment:
         self.io.episode[self.number] += 1
         seed = derive_seed(self.split == "val", self.options.seed, self.number, self.io.episode[self.number])
         self.length, self.total_reward = 0, 0.0
-        self.write(self.io.obs, self.env.reset(seed=seed)[0])
+        self.write(self.io.obs, flatten(self.env.reset(seed=seed)[0]))
         self.io.first[self.number] = True
 
     def step(self):
@@ -490,15 +490,15 @@ class Environment:
         io.first[e] = False
         if terminated or truncated:
             io.episode_stats[e] = self.total_reward, self.length, *(info.get(name, np.nan) for name in self.spec.metrics)
-            self.write(io.final_obs, observation)
+            self.write(io.final_obs, flatten(observation))
             self.reset()
         else:
-            self.write(io.obs, observation)
+            self.write(io.obs, flatten(observation))
         io.began_at[e], io.step_sec[e] = began, time.perf_counter() - began
 
-    def write(self, rows, observation):
-        """Copy an observation into this environment's row of `obs` or `final_obs`."""
-        for key, leaf in flatten(observation).items():
+    def write(self, rows, leaves):
+        """Copy a flat observation into this environment's row of `obs` or `final_obs`."""
+        for key, leaf in leaves.items():
             rows[key][self.number] = leaf
 
     def close(self):
@@ -834,7 +834,7 @@ def run_sequences(policy, rollout, sequences):
     rows_M, device = rollout.rows[step_M.numpy()], next(policy.parameters()).device
     names = "prev_action", "action", "first", "log_prob", "advantage", "returns", "weight"
     batch = {name: torch.from_numpy(rows_M[name].copy()).to(device) for name in names} | {"step": step_M}
-    obs = {key: part[step_M].to(device) for key, part in rollout.obs.items()}
+    obs = {key: part.index_select(0, step_M).to(device) for key, part in rollout.obs.items()}
     state_Q2LH = rollout.state[step_M[: batch_sizes[0]]].to(device)  # the first Q steps begin the Q sequences
     results = policy.sequences(obs, batch["prev_action"], batch["first"], state_Q2LH, batch_sizes)
     return *results, batch, batch_sizes
@@ -1392,11 +1392,10 @@ class CheckedEnvironment(Environment):
             kind = BadAnswer if isinstance(error, BadAnswer) else EnvironmentFailure
             raise kind(f"{where}:\n{traceback.format_exc()}") from None
 
-    def write(self, rows, observation):
-        leaves = flatten(observation)
+    def write(self, rows, leaves):
         if (shapes := {key: np.shape(leaf) for key, leaf in leaves.items()}) != self.spec.obs_shapes:
             raise BadAnswer(f"observation has the shapes {shapes}, the observation space {self.spec.obs_shapes}")
-        super().write(rows, observation)
+        super().write(rows, leaves)
         for key, row in ((key, rows[key][self.number]) for key in leaves):
             if row.dtype == np.int64 and int(row) not in self.spec.observations[key]:
                 raise BadAnswer(f"observation {key!r} is {row}, the observation space {self.spec.observations[key]}")
