@@ -25,8 +25,8 @@ The processes and what passes between them (section 2.1, figure 2 of the paper):
 A *step* begins when inference chooses an action; it is then *in flight*, in the environment's row of `pending`. When its
 answer (reward, whether the episode ended) is taken, it is complete and moves to the next free index of the rollout. An
 environment that has answered and gets no action because enough steps are complete is *idle*. The *version* of a policy
-is the number of updates before it. A *segment* is one environment's steps of a rollout, in time order (async: one
-trajectory's). Cut where episodes begin, segments become *sequences*.
+is the number of updates before it. A *segment* is one environment's (async: one trajectory's) steps of a rollout, in time
+order. Cut where episodes begin, segments become *sequences*.
 
 Shapes, at least the first dimensions, stand in the names: N environments, S steps of a rollout, Q sequences, M steps of a
 mini-batch, B any batch (env_B: the numbers of B environments), H hidden units, L LSTM layers, A dimensions of an action.
@@ -86,7 +86,7 @@ class Options:
     # processes that share the environments; 0: all in the main process (very cheap ones, debuggers, exact repetition);
     # auto: one for each CPU core, or with --sim-latency for each environment, as slow simulators want it
     num_workers: int | Literal["auto"] = "auto"
-    max_requests: int = 256  # most answers that are taken at once (--num-envs bounds all other inference)
+    max_requests: int = 256  # most answers that are taken at once (idle environments all act in one batch)
     # who gives a rollout's steps. ver: whoever delivers them; nover: each environment T (VER without variable rollouts);
     # sync: each T, in lock-step (DD-PPO); async: without end, in trajectories of T, with V-trace (Sample Factory's APPO)
     sampler: Literal["ver", "nover", "sync", "async"] = "ver"
@@ -165,10 +165,12 @@ def make_env(options, split="train", number=0):
     arguments = {key: value for key, value in known.items() if key in gym.spec(name).kwargs}
     if options.capture_video and split == "val":
         arguments["render_mode"] = "rgb_array"
-    env = gym.make(name, disable_env_checker=True, **arguments)
-    if options.sim_latency:
-        env = Latency(env, options, number)
-    return ActionDelay(env) if options.action_delay else env
+
+    def make():
+        env = gym.make(name, disable_env_checker=True, **arguments)
+        return Latency(env, options, number) if options.sim_latency else env
+
+    return ActionDelay(make) if options.action_delay else make()
 
 
 class EnvSpec:
@@ -294,7 +296,7 @@ class Policy(nn.Module):
         return self.action_embedding(action_BA * ~unknown_B[:, None])
 
     def encode(self, obs, prev_action_BA, first_B):
-        """Everything that does not depend on memory -> B x features. Where `first_B`, the previous action is unknown."""
+        """All that does not depend on memory -> B x in_features. Where `first_B`, the previous action is unknown."""
         with torch.autocast(first_B.device.type, torch.bfloat16, enabled=self.bf16):
             features = [encoder(obs) for encoder in self.encoders.values()]
         return torch.cat([*(part.float() for part in features), self.embed(prev_action_BA, first_B)], dim=1)
@@ -326,7 +328,7 @@ class Policy(nn.Module):
 
     def sequences(self, obs, prev_action_MA, first_M, state_Q2LH, batch_sizes):
         """All M steps of Q sequences, arranged as a PackedSequence: distribution, value_M, and for auxiliary losses
-        (features, memory) (VER section 2.2, figure 3C).
+        (features, core_MH) (VER section 2.2, figure 3C).
 
         The encoders run once over all steps; the LSTM runs over time with batches that shrink as sequences end.
         `state_Q2LH` is the stored state before each sequence's first step, longest sequence first.
@@ -347,7 +349,7 @@ class Policy(nn.Module):
 class Shared:
     """A table in memory that processes share: a numpy array of records, whose fields appear as attributes.
 
-    Pickling hands on the memory itself; it would copy numpy arrays, so each process makes its own views.
+    Pickling hands on the memory itself; it would copy numpy arrays, so `__setstate__` makes views in each process.
     """
 
     def __init__(self, count, fields):
@@ -393,7 +395,7 @@ class EnvIO(Shared):
 
 class Rollout(Shared):
     """S complete steps in time order (VER section 2.2), or N pending ones by environment. Observations and memory are
-    tensors on `device`, everything else is a field of the table."""
+    tensors on `device`, the other columns are fields of the table."""
 
     def __init__(self, spec, steps, num_envs, state_shape, device, shared=False):
         self.steps, self.num_envs, self.device = steps, num_envs, device
@@ -430,9 +432,9 @@ class Rollout(Shared):
     def copy(self, step_B, other, other_B):
         """Copy the steps `other_B` of another rollout to the indices `step_B`."""
         self.rows[step_B] = other.rows[other_B]
-        to_B, from_B = torch.from_numpy(step_B), torch.from_numpy(other_B)
+        to_B, from_B = torch.from_numpy(step_B).to(self.device), torch.from_numpy(other_B).to(other.device)
         for mine, others in zip((*self.obs.values(), self.state), (*other.obs.values(), other.state)):
-            mine.index_copy_(0, to_B, others.index_select(0, from_B).to(mine.device))
+            mine.index_copy_(0, to_B, others.index_select(0, from_B).to(self.device))
 
 
 # -------------------------------------------------------------------------------------------------- Environment workers
@@ -579,24 +581,24 @@ class Collector:
     def __init__(self, workers, io, policy, spec, options, enough=lambda steps: False):
         num_envs = options.num_envs
         self.workers, self.io, self.options = workers, io, options
-        self.enough = enough  # whether a rollout of so many complete steps shall end early (here never)
+        self.enough = enough  # whether a rollout ends early at so many steps (unless told, never)
         self.device = next(policy.parameters()).device
         # each environment's step in flight, and whether there is one
         self.pending = Rollout(spec, num_envs, num_envs, policy.state_shape, self.device)
         self.in_flight_N = np.zeros(num_envs, bool)
         self.answered = []  # environments whose answer has come and was not taken yet, in order of arrival
-        self.idle = np.arange(0)  # those whose answer was taken, and whose next action was not computed yet
+        self.idle = np.arange(0)  # those whose answer was taken, and who got no action yet
         self.state_N = torch.zeros(num_envs, *policy.state_shape, device=self.device)  # before the next step
         self.prev_action_N = np.zeros_like(self.pending.action)
         self.steps_N = np.zeros(num_envs, int)  # that each environment has completed in this rollout
-        self.quota = options.rollout_steps if options.sampler == "ver" else options.num_steps  # most steps of one of them
+        self.quota = options.rollout_steps if options.sampler == "ver" else options.num_steps  # most that one may give
         self.version, self.greedy, self.waited_sec = 0, False, 0.0
 
 
 def await_answers(c, most):
     """Dynamic batching (VER section 2.1): the environments that have answered, at least one, in order of arrival. `sync`
-    waits for all. Empty if the rollout shall end before so many have come."""
-    needed = len(c.in_flight_N) - len(c.idle) if c.options.sampler == "sync" else 1
+    waits for all. Empty if the rollout shall end first."""
+    needed = c.options.num_envs - len(c.idle) if c.options.sampler == "sync" else 1
     began = time.perf_counter()
     c.answered += c.workers.receive(0)
     while len(c.answered) < needed and not c.enough(c.steps_N.sum()):
@@ -623,10 +625,10 @@ def act(policy, c, env_B):
     if not len(env_B):
         return
     pending = c.pending
-    pending.asked_at[env_B] = time.perf_counter()
+    pending.asked_at[env_B], pending.prev_action[env_B] = time.perf_counter(), c.prev_action_N[env_B]
     (obs, state_B2LH), distribution, value_B, after_B2LH = infer(policy, c, env_B)
     action_BA = distribution.mode if c.greedy else distribution.sample()
-    index_B, pending.prev_action[env_B] = torch.from_numpy(env_B), c.prev_action_N[env_B]
+    index_B = torch.from_numpy(env_B)
     for key, part in obs.items():
         pending.obs[key][index_B] = part
     pending.state[index_B], c.state_N[index_B] = state_B2LH, after_B2LH
@@ -677,10 +679,10 @@ def collect_rollout(policy, rollout, c):
     act(policy, c, idle)
     while rollout.size < rollout.steps and not c.enough(rollout.size):
         env_B = await_answers(c, most=rollout.steps - rollout.size)
-        done_B = env_B[c.in_flight_N[env_B]]  # the others have just started: no step to complete
-        step_B = np.arange(rollout.size, rollout.size + len(done_B))
-        complete_steps(policy, rollout, c, done_B, step_B)
-        rollout.size += len(done_B)
+        acted_B = env_B[c.in_flight_N[env_B]]  # the others have just started: no step to complete
+        step_B = np.arange(rollout.size, rollout.size + len(acted_B))
+        complete_steps(policy, rollout, c, acted_B, step_B)
+        rollout.size += len(acted_B)
         wanted_B = (c.steps_N[env_B] < c.quota) & (rollout.size < rollout.steps)
         act(policy, c, env_B[wanted_B])
         c.idle = np.append(c.idle, env_B[~wanted_B])
@@ -692,7 +694,7 @@ def collect_rollout(policy, rollout, c):
 
 def inline_rollouts(policy, spec, options, run):
     """Rollouts without end: this process collects, and whoever takes them learns, by turns (VER appendix A.1)."""
-    io = EnvIO(spec, options.num_envs, first_episode=run.step)  # more than any used: no episode comes twice
+    io = EnvIO(spec, options.num_envs, first_episode=run.step)  # steps >= episodes: none comes twice
     rollout = Rollout(spec, options.rollout_steps, options.num_envs, policy.state_shape, next(policy.parameters()).device)
     with contextlib.closing(make_workers(options, "train", spec, io)) as workers:
         c = Collector(workers, io, policy, spec, options, run.enough)
@@ -788,7 +790,7 @@ def add_returns(policy, rollout, options):
     """Write advantage, return and weight of every step into the rollout."""
     if options.sampler == "async":
         return add_corrected_returns(policy, rollout, options)
-    new = slice(rollout.size)  # all S (who ends rollouts early must fill up the rest)
+    new = slice(rollout.size)  # all S, unless it was ended early
     columns = rollout.segment[new], rollout.reward[new], rollout.value[new], rollout.done[new]
     rollout.advantage[new] = compute_advantages(*columns, rollout.bootstrap, options.gamma, options.gae_lambda)
     rollout.returns[new] = rollout.advantage[new] + rollout.value[new]
@@ -828,13 +830,13 @@ def ppo_loss(distribution, value_M, batch, log_ent_coef, options):
 
 
 def run_sequences(policy, rollout, sequences):
-    """The policy on the packed steps of these sequences: their distribution, value_M and (features, memory), a batch of
+    """The policy on the packed steps of these sequences: their distribution, value_M and (features, core_MH), a batch of
     what the rollout holds of them, and the batch sizes."""
     step_M, batch_sizes = pack(sequences)
     rows_M, device = rollout.rows[step_M.numpy()], next(policy.parameters()).device
     names = "prev_action", "action", "first", "log_prob", "advantage", "returns", "weight"
     batch = {name: torch.from_numpy(rows_M[name].copy()).to(device) for name in names} | {"step": step_M}
-    obs = {key: part.index_select(0, step_M).to(device) for key, part in rollout.obs.items()}
+    obs = {key: part.index_select(0, step_M.to(part.device)).to(device) for key, part in rollout.obs.items()}
     state_Q2LH = rollout.state[step_M[: batch_sizes[0]]].to(device)  # the first Q steps begin the Q sequences
     results = policy.sequences(obs, batch["prev_action"], batch["first"], state_Q2LH, batch_sizes)
     return *results, batch, batch_sizes
@@ -850,11 +852,11 @@ def advantage_scale(rollout, average):
 
 def minibatch_step(policy, optimizer, rollout, sequences, scale, options, average):
     """One optimizer step on one mini-batch; none if the gradient is not finite. Returns what to log."""
-    distribution, value_M, memory, batch, batch_sizes = run_sequences(policy, rollout, sequences)
+    distribution, value_M, extras, batch, batch_sizes = run_sequences(policy, rollout, sequences)
     batch["advantage"] = (batch["advantage"] - scale[0]) / scale[1]
     loss, logs = ppo_loss(distribution, value_M, batch, policy.log_ent_coef, options)
     if options.cpc:
-        logs["losses/cpc"] = prediction_loss = cpc_loss(policy, *memory, batch["action"], batch_sizes)
+        logs["losses/cpc"] = prediction_loss = cpc_loss(policy, *extras, batch["action"], batch_sizes)
         loss = loss + CPC_COEF * prediction_loss
     optimizer.zero_grad()
     loss.backward()
@@ -1032,10 +1034,10 @@ class Trajectories:
             if rollout.size == rollout.steps:
                 break
             env_B, policy = await_answers(c, most=len(c.in_flight_N)), newest_policy()
-            done_B = env_B[c.in_flight_N[env_B]]
-            complete_steps(policy, self.unfinished, c, done_B, done_B * length + c.steps_N[done_B])
+            acted_B = env_B[c.in_flight_N[env_B]]
+            complete_steps(policy, self.unfinished, c, acted_B, acted_B * length + c.steps_N[acted_B])
             act(policy, c, env_B)
-            full_B = done_B[c.steps_N[done_B] == length]
+            full_B = acted_B[c.steps_N[acted_B] == length]
             c.steps_N[full_B], self.finished = 0, [*self.finished, *full_B]
         rollout.clock = began_at, time.perf_counter(), c.waited_sec
 
@@ -1301,16 +1303,16 @@ class Latency(gym.Wrapper):
 
 
 class ActionDelay(gym.Wrapper):
-    """--action-delay: an action is answered by what the one before did, so that the environment acts (in a thread) while the
-    policy computes the next one (VER section 4). In the first step of an episode nothing has been decided yet: it shows the
-    first observation again. An episode's last action is never carried out."""
+    """--action-delay: an action is answered by what the one before did, so that the environment acts while the policy
+    computes the next one (VER section 4). In the first step of an episode nothing has been decided yet: it shows the first
+    observation again. An episode's last action is never carried out. One thread does everything, as OpenGL wants it."""
 
-    def __init__(self, env):
-        super().__init__(env)
+    def __init__(self, make):
         self.thread = ThreadPoolExecutor(max_workers=1)
+        super().__init__(self.thread.submit(make).result())
 
     def reset(self, **arguments):
-        first, info = self.env.reset(**arguments)
+        first, info = self.thread.submit(self.env.reset, **arguments).result()
         self.ahead = self.thread.submit(lambda: (first, 0.0, False, False, info))
         return first, info
 
@@ -1319,6 +1321,10 @@ class ActionDelay(gym.Wrapper):
         if not (answer[2] or answer[3]):
             self.ahead = self.thread.submit(self.env.step, action)
         return answer
+
+    def close(self):
+        self.thread.submit(self.env.close).result()
+        self.thread.shutdown()
 
 
 # ------------------------------------------------------------------------------------------------------------- Supervision
@@ -1670,18 +1676,10 @@ class Run:
     def describe(self, rollout, logs):
         """An update's steps; what to log of it: where the time went, how uneven the environments and how old the data were;
         and the numbers of the episodes that ended (but for those that were cut off)."""
-        steps, (began_at, ended_at, waited_sec), learning_sec = (
-            rollout.rows[: rollout.size],
-            rollout.clock,
-            logs["time/learning_sec"],
-        )
+        steps, (began_at, ended_at, waited_sec) = rollout.rows[: rollout.size], rollout.clock
+        simulated_sec, rollout_sec, learning_sec = steps["step_sec"].sum(), ended_at - began_at, logs["time/learning_sec"]
         cycle_sec, self.logged_at = time.perf_counter() - self.logged_at, time.perf_counter()
         lag_S, steps_N = self.update - steps["version"], np.bincount(steps["env"], minlength=rollout.num_envs)
-        simulated_sec, rollout_sec, workers = (
-            steps["step_sec"].sum(),
-            ended_at - began_at,
-            max(1, count_workers(self.options)),
-        )
         if self.options.debug:
             check_rollout(rollout, self.update, 8 if self.options.sampler == "async" else int(self.options.overlap))
         if self.trace and self.trace.tell() < TRACE_BYTES:
@@ -1694,7 +1692,7 @@ class Run:
             "time/learning_share": learning_sec / cycle_sec,
             "time/rollout_sec": rollout_sec,
             "time/env_step_ms": 1000 * simulated_sec / len(steps),
-            "time/worker_idle_share": max(0.0, 1 - simulated_sec / workers / rollout_sec),
+            "time/worker_idle_share": max(0.0, 1 - simulated_sec / max(1, count_workers(self.options)) / rollout_sec),
             "ver/batch_size": len(steps) / len(np.unique(steps["sent_at"])),
             "ver/steps_per_env_min": steps_N.min(),
             "ver/steps_per_env_max": steps_N.max(),
@@ -1846,12 +1844,12 @@ def keep_freed_memory():
 
 
 def choose_threads(options, update, learning_sec):
-    """CPU threads for an update: what was faster, by what the last two updates with so many took (the slower one may have
-    been disturbed). Where other programs are busy, threads that wait for each other are many times slower than one alone; so
-    each number is tried again every 500 updates, but not in the very first one, which is always slow."""
+    """CPU threads for an update: what was faster, by the last two updates with so many (the slower one may have been
+    disturbed). Where other programs are busy, threads that wait for each other are many times slower than one alone; so each
+    number is tried twice every 200 updates, but not in the very first one, which is always slow."""
     choices = sorted({1, min(4, count_cores())}) if options.learner_threads == "auto" else [options.learner_threads]
-    if update % 500 in range(1, len(choices) + 1):
-        return choices[update % 500 - 1]
+    if update % 200 in range(1, 2 * len(choices) + 1):
+        return choices[update % len(choices)]
     return min(choices, key=lambda threads: min(learning_sec.get(threads, [0.0])))
 
 
@@ -1868,10 +1866,8 @@ def refuse(options, name, message):
 def check_options(options):
     """Raise UserError for the first option that cannot work, with the way to mend it."""
     o, most = options, select.PIPE_BUF // 4
-    counts = (
-        "total_timesteps num_envs num_steps num_minibatches update_epochs max_requests checkpoint_interval learner_threads"
-    )
-    for name in f"{counts} learning_rate clip_coef max_grad_norm env_timeout".split():
+    counts = "total_timesteps num_envs num_steps num_minibatches update_epochs max_requests checkpoint_interval"
+    for name in f"{counts} learner_threads learning_rate clip_coef max_grad_norm env_timeout".split():
         if not (getattr(o, name) == "auto" or 0 < getattr(o, name) < math.inf):
             refuse(o, name, "must be a positive number")
     for name in "seed num_workers eval_episodes max_worker_restarts sim_latency sim_latency_spread ent_coef vf_coef".split():

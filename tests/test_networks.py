@@ -1,5 +1,6 @@
 """Encoders of the papers, running statistics, CPC|A, delayed actions, transfer."""
 
+import threading
 import time
 from types import SimpleNamespace
 
@@ -184,6 +185,31 @@ def test_delayed_actions(tmp_path):
         line = f"--env-id tests.envs:Count-v0 --num-workers {workers} --action-delay --total-timesteps 128 --debug"
         folder = run_here(tmp_path / workers, line)
         assert set(logged(folder, "charts/episodic_length").values()) == {8.0}  # 7, and one that nothing was decided for
+
+
+def test_delayed_environments_live_in_one_thread():
+    """An environment is made, reset, stepped and closed in one thread, which is not the caller's."""
+    seen = []
+
+    class Threads(gym.Env):
+        def __init__(self):
+            seen.append(("make", threading.get_ident()))
+
+        def reset(self, **_):
+            return seen.append(("reset", threading.get_ident())), {}
+
+        def step(self, action):
+            return seen.append(("step", threading.get_ident())), 0.0, False, False, {}
+
+        def close(self):
+            seen.append(("close", threading.get_ident()))
+
+    env = ver_ppo.ActionDelay(Threads)
+    env.reset(seed=0)
+    env.step(0)
+    env.close()
+    names, threads = zip(*seen)
+    assert names == ("make", "reset", "step", "close") and len({*threads, threading.get_ident()}) == 2
 
 
 def test_simulation_beside_inference():

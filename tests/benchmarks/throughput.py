@@ -13,7 +13,7 @@ PointNav is PointNavSteady of peers.py (a and b: as uneven.py makes it sleep), a
 episodes keep their length. --rollouts holds for a and b; the rollouts of c and d are short and four times as many. With
 --feed-forward every mode also runs without LSTM (Table A2). Each run is a process of its own; a round is every mode once.
 
-mean      steps per second from the end of the third update to the end of the last, learning and logging included
+mean      steps per second from the end of the fifth update to the end of the last, learning and logging included
 max       the fastest 4 updates in a row. A single one would say little: where learning overlaps with collecting, updates
           can follow one another as fast as they are learned, because their rollouts were collected before
 x sync    ratio to `sync` (with the same network) in the same round
@@ -65,7 +65,7 @@ WORKLOADS = {
     "d cartpole, workers": {"env_id": "CartPole-v1"},
 }
 PAPER = {("sync", "sync" + EVEN): 174 / 442, ("ver", "nover"): 428 / 327, ("ver", "sync"): 428 / 174, ("ver", "async"): 1.0}
-WARM_UP, WINDOW = 3, 4  # updates
+WARM_UP, WINDOW = 5, 4  # updates; in the first ones the number of threads is tried out
 
 
 def sleeps(env_id):
