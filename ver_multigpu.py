@@ -25,6 +25,7 @@ import math
 import os
 import sys
 import time
+import uuid
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -85,7 +86,7 @@ class Ranks:
         self.rank, self.size = (int(os.environ.get(name, value)) for name, value in (("RANK", 0), ("WORLD_SIZE", 1)))
         self.timeout_sec = timeout_sec
         self.store = self.call(open_store, timeout_sec)
-        self.start = (self.store.add("arrivals", 1) - 1) // self.size  # --max-restarts: the store outlives the ranks
+        self.start = self.call(agree_on_start, self.store, self.rank, self.size, timeout_sec)
         os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")  # or an error of NCCL would end the process without a word
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         group = {"rank": self.rank, "world_size": self.size, "timeout": timedelta(seconds=timeout_sec)}
@@ -119,10 +120,7 @@ class Ranks:
 
     def count(self, rollout, more):
         """Add to the counter of a rollout, which all ranks see at any time, and return it. Not a collective."""
-        try:
-            return self.store.add(f"start {self.start} rollout {rollout}", more)
-        except RuntimeError as error:
-            raise RankFailure(f"rank {self.rank}: torchrun or rank 0 has died ({type(error).__name__})") from None
+        return self.call(self.store.add, f"start {self.start} rollout {rollout}", more)
 
     def close(self):
         """Part from the others."""
@@ -139,6 +137,21 @@ def open_store(timeout_sec):
     return dist.TCPStore(*address, is_master=leads, wait_for_workers=False, timeout=timedelta(seconds=timeout_sec))
 
 
+def agree_on_start(store, rank, size, timeout_sec):
+    """A name for this start of all ranks. With --max-restarts the store outlives them, and holds what those wrote who died
+    before all were there: rank 0 deletes it, so the others call until rank 0 answers with the name."""
+    own, until = uuid.uuid4().hex, time.monotonic() + timeout_sec
+    if rank == 0:
+        for other in range(1, size):
+            store.delete_key(f"rank {other}")
+            store.set(f"answer to {store.get(f'rank {other}').decode()}", own)
+        return own
+    while not store.check([f"answer to {own}"]) and time.monotonic() < until:
+        store.set(f"rank {rank}", own)
+        time.sleep(0.05)
+    return store.get(f"answer to {own}").decode()
+
+
 # ----------------------------------------------------------------------------------------------------------- Preemption
 
 
@@ -147,9 +160,7 @@ def optimal_preemption(step_sec_RN, num_steps, variable, learning_sec):
 
     `step_sec_RN`: every environment's mean seconds per step, inference included. A group gives steps at a constant rate
     until it has given all it may: with `variable` rollouts a rank is a group and gives T x N, else each environment is one
-    and gives T. So what is collected by a time is concave in it, and the best time is one at which a group is done. Differs
-    from habitat-baselines: there the search ends where the first rank is done, and a rollout at the predicted time, not
-    after S steps.
+    and gives T. So what is collected by a time is concave in it, and the best time is one at which a group is done.
 
     >>> optimal_preemption(np.array([[0.01], [0.01], [0.1]]), 100, True, learning_sec=0.5)  # do not wait for the third rank
     (210, 1.0)
@@ -182,9 +193,8 @@ def step_seconds(rollout, quota):
 
 def fill_up(rollout, previous):
     """Fill a preempted rollout up to S steps with the newest ones that this rank learned from before (VER section 2.3), with
-    the advantages, returns and weights that they had. Returns how many. `previous` is the rollout before, filled up like
-    this: its first `size` steps are newer than the others, each part is in time order. Stale steps are segments of their
-    own."""
+    their advantages, returns and weights. Returns how many. `previous` is the rollout before, filled up like this: its first
+    `size` steps are newer than the others, each part is in time order. Stale steps are segments of their own."""
     fresh, steps = rollout.size, np.arange(rollout.steps)
     newest = np.roll(steps, -previous.size)[fresh:]
     rollout.copy(steps[fresh:], previous, newest)
@@ -271,7 +281,7 @@ class RankRun(ver_ppo.Run):
         logs |= {"ranks/rollout_sec": rollout_sec, "ranks/predicted_sec": self.predicted_sec}
         if options.preemption == "threshold":
             decision = threshold_preemption(self.ranks.size, options.sync_frac), 0.0
-        if options.preemption == "optimal":
+        if options.preemption == "optimal" and self.step > self.first_step:  # in the first rollout, environments start
             table = np.array(step_sec_RN), options.num_steps, options.sampler == "ver", logs["time/learning_sec"]
             decision = optimal_preemption(*table)
         self.begin_rollout(*decision, rollout_sec)
@@ -283,30 +293,25 @@ class RankRun(ver_ppo.Run):
         self.saved_step = self.step
         self.ranks.gather()  # or the first to leave would make torchrun end who is still writing
 
-    def evaluate(self):
-        if self.ranks.rank == 0:
-            super().evaluate()
-
 
 def train(options):
-    """Train on all ranks to the end; rank 0 evaluates. Returns the run folder on rank 0."""
-    with contextlib.closing(Ranks(options.rank_timeout)) as ranks:
-        own, failure = options, None
-        if ranks.rank:  # weights are drawn alike; environments, actions and traces are not
-            trace = options.trace and f"{options.trace}.{ranks.rank}"
-            own = replace(options, trace=trace, seed=ver_ppo.derive_seed(SEED_OF_RANK, options.seed, ranks.rank))
-        try:
-            spec, policy, optimizer = ver_ppo.build(options)
-            run = RankRun(ranks, own, spec, policy, optimizer)
-        except UserError as error:
-            failure = error
-        ranks.agree(failure)
-        for parameter in policy.parameters():  # rank 0's weights are everybody's
-            ranks.call(dist.broadcast, parameter.data, 0)  # COLLECTIVE
-        torch.manual_seed(ver_ppo.derive_seed(ver_ppo.SEED_OF_LEARNER, own.seed, run.step))
-        source = ver_ppo.rollout_source(policy, spec, own, run)
-        with contextlib.closing(run):
-            with contextlib.closing(source), run.training():
+    """Train on all ranks to the end; then they part, and rank 0 evaluates. Returns the run folder on rank 0."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.closing(Ranks(options.rank_timeout)) as ranks:
+            own, failure = options, None
+            if ranks.rank:  # weights are drawn alike; environments, actions and traces are not
+                trace = options.trace and f"{options.trace}.{ranks.rank}"
+                own = replace(options, trace=trace, seed=ver_ppo.derive_seed(SEED_OF_RANK, options.seed, ranks.rank))
+            try:
+                spec, policy, optimizer = ver_ppo.build(options)
+                run = stack.enter_context(contextlib.closing(RankRun(ranks, own, spec, policy, optimizer)))
+            except UserError as error:
+                failure = error
+            ranks.agree(failure)
+            for parameter in policy.parameters():  # rank 0's weights are everybody's
+                ranks.call(dist.broadcast, parameter.data, 0)  # COLLECTIVE
+            torch.manual_seed(ver_ppo.derive_seed(ver_ppo.SEED_OF_LEARNER, own.seed, run.step))
+            with contextlib.closing(ver_ppo.rollout_source(policy, spec, own, run)) as source, run.training():
                 while run.step < options.total_timesteps:
                     rollout = run.collect(source)
                     optimizer.param_groups[0]["lr"] = ver_ppo.learning_rate_at(run.step, options)
@@ -315,6 +320,7 @@ def train(options):
                         logs |= run.fill_up(rollout)
                         logs |= ver_ppo.ppo_update(policy, optimizer, rollout, options, ranks.average)
                     run.log(rollout, logs)
+        if ranks.rank == 0:
             run.evaluate()
     return run.folder
 
@@ -323,7 +329,7 @@ def interrupted_run():
     """If torchrun has started these ranks before (--max-restarts): the arguments that resume their last checkpoint."""
     store = open_store(timeout_sec=60) if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else dist.HashStore()
     folder = Path(store.get(FOLDER_KEY).decode()) if store.check([FOLDER_KEY]) else Path()
-    found = ["--resume", str(folder), "--init-from", "None", "--no-reset-critic"]
+    found = ["--resume", str(folder), "--init-from", "None", "--no-reset-critic", "--no-reset-policy"]
     return found if (folder / "checkpoint.pt").exists() else []
 
 
@@ -332,10 +338,8 @@ def main(argv=None):
     argv, local_rank = sys.argv[1:] if argv is None else argv, int(os.environ.get("LOCAL_RANK", 0))
     if torch.cuda.is_available():  # "--device cuda" means this one; Options refuses ranks that have none
         torch.cuda.set_device(local_rank % torch.cuda.device_count())
-    with contextlib.ExitStack() as stack:
-        if local_rank:
-            stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
-            stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
+    out, err = (io.StringIO(), io.StringIO()) if local_rank else (sys.stdout, sys.stderr)
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
             return ver_ppo.main([*argv, *interrupted_run()], Options, train)
         except RankFailure as error:

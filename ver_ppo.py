@@ -68,7 +68,7 @@ from torch.distributions import Categorical, Independent, Normal
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from tqdm import tqdm
 
-# -------------------------------------------------------------------------------------------------------------- Options
+# ------------------------------------------------------------------------------------------ Options
 
 
 @dataclass(frozen=True)
@@ -90,9 +90,7 @@ class Options:
     # who gives a rollout's steps. ver: whoever delivers them; nover: each environment T (VER without variable rollouts);
     # sync: each T, in lock-step (DD-PPO); async: without end, in trajectories of T, with V-trace (Sample Factory's APPO)
     sampler: Literal["ver", "nover", "sync", "async"] = "ver"
-    # another process collects while this one learns: faster where simulators leave the learner's processor idle, for
-    # experience that is one update older (async always does so)
-    overlap: bool = False
+    overlap: bool = False  # another process collects while this one learns: faster, but experience is one update older
 
     learning_rate: float = 1e-3  # at the start; decays to 0 along a cosine
     gamma: float = 0.99  # discount factor
@@ -102,28 +100,25 @@ class Options:
     clip_coef: float = 0.2  # PPO's clipping range of the probability ratio
     norm_adv: bool = False  # normalize the advantages of a rollout (DD-PPO: unstable; short control tasks want it)
     ent_coef: float = 1e-2  # entropy coefficient; its first value if --target-entropy is set
-    # learn the entropy coefficient (within 1e-4 .. 1) such that the entropy stays above this; VER uses 0 for Gaussians
-    target_entropy: float | None = None
+    target_entropy: float | None = None  # learn that coefficient so that the entropy stays above this; VER: 0 for Gaussians
     vf_coef: float = 0.5  # weight of the value loss
     max_grad_norm: float = 0.5  # gradients are scaled down to this norm
 
     # of images: a small CNN; VER's resnet18; DD-PPO's resnet50 and others (all of half the usual width); none: blind
-    encoder: Literal["cnn", "resnet18", "resnet50", "se_resnext50", "se_resnext101", "none"] = "cnn"
+    encoder: Literal["cnn", "resnet18_plain", "resnet18", "resnet50", "se_resnext50", "se_resnext101", "none"] = "cnn"
     recurrent: bool = True  # LSTM, or a feed-forward layer in its place
     hidden_size: int = 128  # H, width of LSTM and encoders
     lstm_layers: int = 1  # L, 1 or 2
     cpc: bool = False  # auxiliary loss CPC|A: the memory must predict what will be seen after the next actions
     bf16: bool = False  # encoders in bfloat16, CUDA only
-    # CPU threads while learning; auto: one, or one for each core (at most 4), whatever was faster when last tried
-    learner_threads: int | Literal["auto"] = "auto"
+    learner_threads: int | Literal["auto"] = "auto"  # CPU threads; auto: one, or one a core (at most 4), as it is faster
 
     simulator: Literal["auto", "builtin", "habitat"] = "auto"  # of pointnav; auto: Habitat where it is there with its data
     habitat_overrides: tuple[str, ...] = ()  # `habitat.environment.max_episode_steps=300 ...`
     check_habitat: bool = False  # say what Habitat needs and what is missing, make one environment and step it
     camera: Literal["depth", "rgb"] = "depth"  # of pointnav
     image_size: int = 64  # of pointnav's camera: height and width in pixels
-    # pi(a_t | s_t-1): environments act by the last observation but one, so that they simulate while the policy computes
-    action_delay: bool = False
+    action_delay: bool = False  # act by the last observation but one: environments simulate while the policy computes
     sim_latency: float = 0.0  # emulated simulator time in milliseconds that each step sleeps on average
     sim_latency_spread: float = 0.8  # sigma of that log-normal latency
     env_timeout: float = 300.0  # seconds that a step or a reset may take; then its worker is killed, and started again
@@ -137,6 +132,7 @@ class Options:
     init_from: str | None = None  # checkpoint file whose weights a new run starts from, as far as they fit
     freeze_encoder: bool = False  # with --init-from: the image encoders do not learn
     reset_critic: bool = False  # with --init-from: take all weights but the critic's
+    reset_policy: bool = False  # with --init-from: take the encoders' weights alone
     eval_episodes: int = 200  # episodes of the evaluation (0: none)
     greedy: bool = False  # evaluate with the most probable action instead of a sampled one
     capture_video: bool = False  # write a gif of three evaluation episodes
@@ -152,7 +148,7 @@ class Options:
         return self.num_steps * self.num_envs
 
 
-# -------------------------------------------------------------------------------------------- Any Gymnasium environment
+# ------------------------------------------------------------------------ Any Gymnasium environment
 
 
 def make_env(options, split="train", number=0):
@@ -225,7 +221,7 @@ def derive_seed(*numbers):
     return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 
 
-# --------------------------------------------------------------------------------------------------------------- Policy
+# ------------------------------------------------------------------------------------------- Policy
 
 
 def orthogonal(layer, gain=math.sqrt(2)):
@@ -343,7 +339,7 @@ class Policy(nn.Module):
         return *self.heads(core_MH), (features, core_MH)
 
 
-# -------------------------------------------------------------------------------------------------------- Shared memory
+# ------------------------------------------------------------------------------------ Shared memory
 
 
 class Shared:
@@ -437,7 +433,7 @@ class Rollout(Shared):
             mine.index_copy_(0, to_B, others.index_select(0, from_B).to(self.device))
 
 
-# -------------------------------------------------------------------------------------------------- Environment workers
+# ------------------------------------------------------------------------------ Environment workers
 
 
 def send_numbers(pipe, numbers):
@@ -572,7 +568,7 @@ class Workers:
             process.kill()
 
 
-# ----------------------------------------------------------------------------------------------------------- Collecting
+# --------------------------------------------------------------------------------------- Collecting
 
 
 class Collector:
@@ -705,7 +701,7 @@ def inline_rollouts(policy, spec, options, run):
             yield rollout
 
 
-# ------------------------------------------------------------------------------------------------ Sequences and packing
+# ---------------------------------------------------------------------------- Sequences and packing
 
 
 def find_sequences(segment_S, first_S):
@@ -747,7 +743,7 @@ def pack(sequences):
     return packed.data, packed.batch_sizes
 
 
-# -------------------------------------------------------------------------------------------------- Returns and weights
+# ------------------------------------------------------------------------------ Returns and weights
 
 
 def compute_advantages(segment_S, reward_S, value_S, done_S, bootstrap, gamma, gae_lambda, keep_S=None):
@@ -797,7 +793,7 @@ def add_returns(policy, rollout, options):
     rollout.weight[new] = importance_weights(rollout.env[new], rollout.num_envs)
 
 
-# ------------------------------------------------------------------------------------------------------------------ PPO
+# ---------------------------------------------------------------------------------------------- PPO
 
 
 def ppo_loss(distribution, value_M, batch, log_ent_coef, options):
@@ -861,7 +857,8 @@ def minibatch_step(policy, optimizer, rollout, sequences, scale, options, averag
     optimizer.zero_grad()
     loss.backward()
     average([parameter.grad for parameter in policy.parameters() if parameter.grad is not None])
-    norm = nn.utils.clip_grad_norm_(policy.parameters(), options.max_grad_norm)
+    network = [parameter for parameter in policy.parameters() if parameter is not policy.log_ent_coef]
+    norm = nn.utils.clip_grad_norm_(network, options.max_grad_norm)
     finite = bool(torch.isfinite(norm))
     if finite:
         optimizer.step()
@@ -890,7 +887,7 @@ def ppo_update(policy, optimizer, rollout, options, average=lambda tensors: None
     return means
 
 
-# ---------------------------------------------------------------------------------------------------------------- Train
+# -------------------------------------------------------------------------------------------- Train
 
 
 def learning_rate_at(step, options):
@@ -927,7 +924,7 @@ def train(options):
 # End of the lesson
 
 
-# ------------------------------------------------------------------------------- Collecting while the main process learns
+# --------------------------------------------------------- Collecting while the main process learns
 # Adds a process that collects while this one learns: --overlap, and --sampler async (Sample Factory's APPO). The lesson
 # calls `rollout_source`, and for async, whose data are older, `add_corrected_returns`.
 
@@ -1061,7 +1058,7 @@ def add_corrected_returns(policy, rollout, options):
     rollout.returns[:], rollout.weight[:] = value_S + keep_S * rollout.advantage, 1.0
 
 
-# ---------------------------------------------------------------------------------------------------------------- Encoders
+# ----------------------------------------------------------------------------------------- Encoders
 # Adds image and vector encoders, among them the papers' residual networks, and running statistics of RGB images. The lesson
 # calls `build_encoders`, and `update_statistics` after every update.
 
@@ -1129,6 +1126,7 @@ def update_statistics(policy, rollout, average):
 
 
 BACKBONES = {  # all of half the usual width and with GroupNorm; `blocks` in the four stages
+    "resnet18_plain": {"blocks": (2, 2, 2, 2), "bottleneck": False},  # VER section 3
     "resnet18": {"blocks": (2, 2, 2, 2), "bottleneck": False, "modern": True},  # VER section 4
     "resnet50": {"blocks": (3, 4, 6, 3)},  # DD-PPO section 4, appendix A
     "se_resnext50": {"blocks": (3, 4, 6, 3), "groups": 16, "squeeze": True},
@@ -1232,8 +1230,8 @@ def build_encoders(spec, options):
     return encoders
 
 
-# ------------------------------------------------------------------------------------------------------------------- CPC|A
-# Adds an auxiliary loss, action-conditional contrastive prediction (Guo et al. 2018; VER section 4 adds it to PPO): --cpc.
+# -------------------------------------------------------------------------------------------- CPC|A
+# Adds an auxiliary loss, action-conditional contrastive prediction (Guo et al. 2018; VER section 3): --cpc.
 # The lesson calls `ContrastivePrediction` and `cpc_loss`.
 
 CPC_HORIZON, CPC_STARTS, CPC_FUTURES, CPC_NEGATIVES, CPC_COEF = 20, 6, 2, 20, 0.1  # as in habitat-baselines
@@ -1268,8 +1266,8 @@ def cpc_futures(batch_sizes):
 
 
 def cpc_loss(policy, features_MD, core_MH, action_MA, batch_sizes):
-    """The mean cross-entropies of features that were seen, and of CPC_NEGATIVES others of the same mini-batch, added: the
-    memory after a step is followed through the actions taken since, and a classifier must tell them apart."""
+    """The memory after a step is followed through the actions taken since; a classifier must tell features seen then from
+    CPC_NEGATIVES others of the mini-batch. The mean cross-entropies of both, added."""
     start_P, action_PT, later_PF, future_PF = (index.to(core_MH.device) for index in cpc_futures(batch_sizes))
     if not len(start_P):  # every rank averages the same gradients, be they 0
         return sum(parameter.sum() for parameter in policy.cpc.parameters()) * 0.0
@@ -1285,7 +1283,7 @@ def cpc_loss(policy, features_MD, core_MH, action_MA, batch_sizes):
     return nn.functional.softplus(-positive).mean() + nn.functional.softplus(negative).mean()
 
 
-# ---------------------------------------------------------------------------------------------------------------- Wrappers
+# ----------------------------------------------------------------------------------------- Wrappers
 # Adds emulated simulator time and --action-delay. The lesson calls `Latency` and `ActionDelay`.
 
 
@@ -1304,8 +1302,8 @@ class Latency(gym.Wrapper):
 
 class ActionDelay(gym.Wrapper):
     """--action-delay: an action is answered by what the one before did, so that the environment acts while the policy
-    computes the next one (VER section 4). In the first step of an episode nothing has been decided yet: it shows the first
-    observation again. An episode's last action is never carried out. One thread does everything, as OpenGL wants it."""
+    computes the next one (VER section 4). The first step of an episode shows the first observation again; its last action is
+    never carried out. One thread does everything, as OpenGL wants it."""
 
     def __init__(self, make):
         self.thread = ThreadPoolExecutor(max_workers=1)
@@ -1327,7 +1325,7 @@ class ActionDelay(gym.Wrapper):
         self.thread.shutdown()
 
 
-# ------------------------------------------------------------------------------------------------------------- Supervision
+# -------------------------------------------------------------------------------------- Supervision
 # Adds workers that are started again when environments raise, hang or die, and --num-workers 0. The lesson calls
 # `make_workers`, `count_workers`, `process_context` and `share_memory`.
 
@@ -1428,7 +1426,7 @@ def note_restart(workers, reason):
 
 class InlineWorkers:
     """All environments where experience is collected: the interface of Workers, a deterministic order. One that raises is
-    made anew; one that hangs or kills its process cannot be helped."""
+    made anew; one that hangs or crashes is not helped."""
 
     def __init__(self, environments):
         self.environments, self.answered, self.restarted_at = environments, [], []
@@ -1477,6 +1475,8 @@ class SupervisedWorkers(Workers):
 
     def receive(self, timeout_sec):
         answered, now = super().receive(timeout_sec), time.monotonic()
+        for siblings_N in (self.sent_at_N[e % self.num_workers :: self.num_workers] for e in answered):
+            siblings_N[siblings_N > 0] = now  # the next one begins: who waits for a sibling is not late
         if now > self.next_check:
             self.next_check = now + 0.2
             for worker, process in enumerate(self.processes):
@@ -1506,8 +1506,7 @@ class SupervisedWorkers(Workers):
 
 
 def check_rollout(rollout, version, lag=0):
-    """Every invariant of a collected rollout (--debug), by a policy of this version, or `lag` versions less. Raises an
-    AssertionError that names the broken one."""
+    """Assert every invariant of a rollout (--debug), collected by a policy of this version or at most `lag` before it."""
     steps = rollout.rows[: rollout.size]
     carried_S = steps["sent_at"] < rollout.clock[0]
     assert 0 < len(steps) <= rollout.steps, "a rollout has at most S steps"
@@ -1526,7 +1525,7 @@ def check_rollout(rollout, version, lag=0):
     assert np.isfinite(rollout.bootstrap).all(), "bootstrap values are finite"
 
 
-# -------------------------------------------------------------------------------------------------------------- Run folder
+# --------------------------------------------------------------------------------------- Run folder
 # Adds what a run leaves behind: options.json, TensorBoard events, checkpoint.pt, a trace, an evaluation, a video; and what
 # it does on signals. The lesson calls `Run`.
 
@@ -1563,13 +1562,14 @@ def load_policy(policy, path):
 
 
 def start_from(policy, options):
-    """Transfer (DD-PPO section 6): take the weights of the checkpoint --init-from, as far as names and shapes agree; with
-    --reset-critic but for the critic. Raises UserError if its encoders are others."""
+    """Transfer (DD-PPO section 6): take the weights of the checkpoint --init-from, as far as names and shapes agree, but for
+    what --reset-critic or --reset-policy name. Raises UserError if its encoders are others."""
     saved, own = load_checkpoint(options.init_from)["policy"], policy.state_dict()
     new = {name for name in own if name not in saved or saved[name].shape != own[name].shape}
     if unfit := [name for name in new if name.startswith("encoders.")]:
         refuse(options, "init_from", f"its encoders are others ({min(unfit)}): give --encoder, --camera, sizes of that run")
     new |= {"log_ent_coef", *(name for name in own if options.reset_critic and name.startswith("critic."))}
+    new |= {name for name in own if options.reset_policy and not name.startswith("encoders.")}
     policy.load_state_dict(own | {name: saved[name] for name in own.keys() - new})
     print(f"{len(own) - len(new)} of {len(own)} tensors come from {options.init_from}; new: {', '.join(sorted(new))}")
 
@@ -1675,7 +1675,7 @@ class Run:
 
     def describe(self, rollout, logs):
         """An update's steps; what to log of it: where the time went, how uneven the environments and how old the data were;
-        and the numbers of the episodes that ended (but for those that were cut off)."""
+        and the numbers of the episodes that ended."""
         steps, (began_at, ended_at, waited_sec) = rollout.rows[: rollout.size], rollout.clock
         simulated_sec, rollout_sec, learning_sec = steps["step_sec"].sum(), ended_at - began_at, logs["time/learning_sec"]
         cycle_sec, self.logged_at = time.perf_counter() - self.logged_at, time.perf_counter()
@@ -1728,7 +1728,7 @@ class Run:
             self.writer = None
 
     def save(self):
-        """Write the checkpoint, atomically: a crash leaves the old file or the new one, both whole. Only tensors and plain
+        """Write the checkpoint, atomically: a crash leaves the old file or the new one. Only tensors and plain
         types, so that it loads with weights_only=True and a foreign file can execute nothing."""
         content = {"format": CHECKPOINT_FORMAT, "options": asdict(self.options), "policy": self.policy.state_dict()}
         content |= {"optimizer": self.optimizer.state_dict(), "step": self.step, "update": self.update}
@@ -1769,15 +1769,16 @@ def evaluate(policy, spec, options):
     """Play --eval-episodes validation episodes. Returns their numbers, E x (return, length, metrics), and with
     --capture-video, of one environment alone, pictures.
 
-    Each environment plays its share of the episodes, so that short ones do not count more than long ones; for the same
-    --num-envs and --eval-episodes these are the same episodes for every policy.
+    Each environment plays its share, so that short episodes do not count more than long ones; for the same --num-envs and
+    --eval-episodes they are the same for every policy.
     """
     filmed, num_envs = options.capture_video, 1 if options.capture_video else min(options.num_envs, options.eval_episodes)
     sizes = {"num_envs": num_envs, "num_workers": 0 if filmed else min(count_workers(options), num_envs)}
     options = replace(options, **sizes, seed=0, sampler="ver", num_minibatches=1, sim_latency=0.0)
     left_N = options.eval_episodes // num_envs + (np.arange(num_envs) < options.eval_episodes % num_envs)
-    io, found, frames = EnvIO(spec, num_envs), [], []
-    with torch.random.fork_rng(), contextlib.closing(make_workers(options, "val", spec, io)) as workers:
+    io, found, frames, weight = EnvIO(spec, num_envs), [], [], policy.critic.weight
+    generators = torch.random.fork_rng([weight.device] * weight.is_cuda)
+    with generators, contextlib.closing(make_workers(options, "val", spec, io)) as workers:
         torch.manual_seed(options.seed)
         c = Collector(workers, io, policy, spec, options)
         c.greedy = options.greedy
@@ -1810,14 +1811,14 @@ def report_evaluation(policy, spec, options, folder):
     return {f"eval/{name}": mean for name, mean in zip(names, means)}
 
 
-# ------------------------------------------------------------------------------------------------------------------- Speed
+# -------------------------------------------------------------------------------------------- Speed
 # Adds what makes learning on a CPU faster, measured. The lesson calls `packed_lstm`; `Run` the others.
 
 
 def packed_lstm(lstm, x, batch_sizes, hidden_LQH, cell_LQH):
     """nn.LSTM over a PackedSequence: M x features -> M x H. On a CPU it is spelled out: all first steps, then all second
-    steps of the sequences that are that long, ... Learning is a tenth faster by it there, because each step of nn.LSTM's
-    backward pass fills a buffer of the size of the whole input with zeros."""
+    steps, ... Learning is a tenth faster by it there, because each step of nn.LSTM's backward pass fills a buffer as large
+    as the whole input with zeros."""
     if x.device.type != "cpu":
         return lstm(PackedSequence(x, batch_sizes), (hidden_LQH, cell_LQH))[0].data
     for weights, hidden_QH, cell_QH in zip(lstm.all_weights, hidden_LQH, cell_LQH):
@@ -1835,8 +1836,8 @@ def packed_lstm(lstm, x, batch_sizes, hidden_LQH, cell_LQH):
 
 
 def keep_freed_memory():
-    """Tell glibc not to give freed memory back to the kernel after every update: learning is a sixth faster on a CPU,
-    because activations come and go with every mini-batch, and each return costs a page fault for every 4 KiB."""
+    """Tell glibc not to give freed memory back to the kernel: learning is a sixth faster on a CPU, because activations come
+    and go with every mini-batch, at a page fault for every 4 KiB."""
     with contextlib.suppress(OSError, AttributeError):  # another C library: nothing to tell
         mallopt, trim_threshold, mmap_threshold = ctypes.CDLL(None).mallopt, -1, -3
         mallopt(mmap_threshold, 1 << 25)  # glibc's maximum
@@ -1844,16 +1845,15 @@ def keep_freed_memory():
 
 
 def choose_threads(options, update, learning_sec):
-    """CPU threads for an update: what was faster, by the last two updates with so many (the slower one may have been
-    disturbed). Where other programs are busy, threads that wait for each other are many times slower than one alone; so each
-    number is tried twice every 200 updates, but not in the very first one, which is always slow."""
+    """CPU threads for an update: what was faster in its last two. On busy cores, threads that wait for each other are many
+    times slower than one; so each number is tried twice every 200 updates (but not in the first, which is always slow)."""
     choices = sorted({1, min(4, count_cores())}) if options.learner_threads == "auto" else [options.learner_threads]
     if update % 200 in range(1, 2 * len(choices) + 1):
         return choices[update % len(choices)]
     return min(choices, key=lambda threads: min(learning_sec.get(threads, [0.0])))
 
 
-# ------------------------------------------------------------------------------------------- The command line and its checks
+# ------------------------------------------------------------------ The command line and its checks
 # Adds refusals in one line, before anything is started. The lesson calls `check_options`, `describe_env`, `choose_device`
 # and `registered_id`.
 
@@ -1890,9 +1890,13 @@ def check_options(options):
         (not (o.checkpoint and o.resume), "checkpoint", "evaluates and --resume trains: give one of them"),
         (not o.checkpoint or o.eval_episodes, "eval_episodes", "must be at least 1 with --checkpoint"),
         (not (o.init_from and (o.resume or o.checkpoint)), "init_from", "begins a run: no --resume, no --checkpoint"),
-        (not o.freeze_encoder or o.init_from or o.resume, "freeze_encoder", "needs trained encoders: give --init-from"),
+        (
+            not o.freeze_encoder or o.init_from or o.resume or o.checkpoint,
+            "freeze_encoder",
+            "needs trained encoders: give --init-from",
+        ),
         (not o.freeze_encoder or o.encoder != "none", "freeze_encoder", "needs an encoder: --encoder none has no image"),
-        (not o.reset_critic or o.init_from, "reset_critic", "needs --init-from"),
+        (o.init_from or not (o.reset_critic or o.reset_policy), "init_from", "is needed by --reset-..."),
         (o.simulator == "auto" or pointnav, "simulator", "is only for pointnav"),
         (not o.habitat_overrides or habitat, "habitat_overrides", "is only for Habitat"),
     ]:
@@ -1945,7 +1949,7 @@ def parse_options(argv, kind=Options):
     if not given:
         return tyro.cli(kind, args=argv)
     saved = load_checkpoint(given.get("--checkpoint") or Path(given["--resume"]) / "checkpoint.pt")["options"]
-    own = "device resume checkpoint trace init_from reset_critic".split() + ["freeze_encoder"] * ("--checkpoint" in given)
+    own = "device resume checkpoint trace init_from reset_critic reset_policy".split()
     saved = {field.name: saved[field.name] for field in fields(kind) if field.name in saved and field.name not in own}
     default = object.__new__(kind)  # unchecked: what is given here may be what makes it work
     vars(default).update(vars(kind()) | saved)

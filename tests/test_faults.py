@@ -1,5 +1,6 @@
 """What survives what: environments that fail, signals, full disks, damaged files, gradients that are no numbers."""
 
+import contextlib
 import itertools
 import os
 import signal
@@ -15,6 +16,7 @@ import torch
 from virtual_clock import SPEC, VirtualWorkers, build
 
 import ver_ppo
+from tests import envs
 from tests.benchmarks import soak
 from tests.test_run import (
     ROOT,
@@ -132,6 +134,49 @@ def test_environments_are_started_again(tmp_path, capfd, fault, workers, where):
         assert FAULTS[fault] in error and made_up <= expected
         assert expected - 4 <= made_up or fault == "hang"  # a process that is slow to start looks as if it hung
     assert saved(folder)["step"] >= steps and made_up >= 1 and nobody_left()
+
+
+@pytest.mark.parametrize("k", range(1, 200, 11))
+def test_killed_at_any_line(tmp_path, k):
+    """A worker is killed at the k-th line of its loop. Nobody waits for ever, no answer is taken twice or for another step's:
+    of each of its environments one step at most is made up, and everything else is as if nothing had been."""
+    options = ver_ppo.Options(
+        env_id="tests.faulty_envs:Traced-v0", exp_name=str(k), runs_dir=str(tmp_path), num_envs=2, num_steps=8, num_workers=1
+    )
+    spec = ver_ppo.EnvSpec(envs.Count.observation_space, envs.Count.action_space, ())
+    policy, io, made_up, until = ver_ppo.Policy(spec, options), ver_ppo.EnvIO(spec, 2), 0, time.monotonic() + 60
+    rollout = ver_ppo.Rollout(spec, 16, 2, policy.state_shape, torch.device("cpu"))
+    with contextlib.closing(ver_ppo.make_workers(options, "train", spec, io)) as workers:
+        c = ver_ppo.Collector(workers, io, policy, spec, options, lambda steps: time.monotonic() > until)
+        for c.version in range(3):
+            ver_ppo.collect_rollout(policy, rollout, c)
+            assert rollout.size == 16, "it waits for ever"
+            ver_ppo.check_rollout(rollout, c.version)
+            goes_on, made = ~rollout.done, rollout.step_sec == 0
+            np.testing.assert_allclose(rollout.reward[goes_on], 0.1 * (rollout.action[goes_on, 0] - 1), atol=1e-6)
+            for e in (0, 1):
+                mine = rollout.env == e
+                count, first = (rollout.obs["obs"].numpy()[mine, 0] * 10).round(), rollout.first[mine]
+                assert (count[first] == 0).all() and (np.diff(count)[~first[1:]] == 1).all()
+            made_up += np.bincount(rollout.env[made], minlength=2)
+    assert (tmp_path / "killed").exists() and made_up.max() <= 1
+
+
+def test_queueing_is_not_hanging(capfd):
+    """Four environments share a worker, which takes longer for all than --env-timeout, but for none alone."""
+    options = ver_ppo.Options(
+        env_id="tests.envs:Count-v0", num_envs=4, num_steps=4, num_workers=1, sim_latency=300.0, sim_latency_spread=0.0
+    )
+    spec = ver_ppo.describe_env(options)
+    policy, io = ver_ppo.Policy(spec, options), ver_ppo.EnvIO(spec, 4)
+    rollout = ver_ppo.Rollout(spec, 16, 4, policy.state_shape, torch.device("cpu"))
+    with contextlib.closing(ver_ppo.make_workers(options, "train", spec, io)) as workers:
+        c = ver_ppo.Collector(workers, io, policy, spec, options)
+        while len(c.answered) < 4:  # the process has to start
+            c.answered += workers.receive(0.1)
+        workers.timeout_sec = 0.9
+        ver_ppo.collect_rollout(policy, rollout, c)
+    assert "started again" not in capfd.readouterr().err and (rollout.step_sec > 0).all()
 
 
 CASES = [("raise", "0", "here"), ("exit", "1", "here"), ("exit", "2", "async"), ("raise", "2", "overlap")]

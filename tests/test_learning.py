@@ -72,6 +72,19 @@ def test_entropy_constraint(target, grows):
         assert policy.log_ent_coef.exp().item() == pytest.approx(bound, rel=1e-4)
 
 
+def test_entropy_coefficient_is_not_clipped():
+    """Far from its target the coefficient's gradient is large: the network's is scaled down no more than without it."""
+    norms, weights = [], []
+    for target in (None, 20.0):
+        workers = VirtualWorkers(2, lambda e, step: 1.0)
+        torch.manual_seed(0)
+        policy, rollout, c = build(workers, 2, 8, ent_coef=1.0, target_entropy=target, num_minibatches=1, update_epochs=1)
+        ver_ppo.collect_rollout(policy, rollout, c)
+        norms.append(learn(policy, torch.optim.SGD(policy.parameters(), lr=0.1), rollout, c.options)["losses/grad_norm"])
+        weights.append(policy.actor.weight.tolist())
+    assert norms[0] == norms[1] > 0 and weights[0] == weights[1]
+
+
 def test_epochs(monkeypatch):
     """Each epoch learns from every step once, in --num-minibatches mini-batches of equal size, in an order of its own; with
     --norm-adv from advantages of mean 0 and deviation 1."""
@@ -92,13 +105,23 @@ def test_epochs(monkeypatch):
 
 
 def test_bfloat16():
-    """--bf16 (allowed on CUDA only, tried here on the CPU) is for the encoders: what they give is float32 again, and close."""
+    """--bf16 (allowed on CUDA only, tried here on the CPU) is for the encoders: what they give is float32 again, and close; so
+    learning finds the log-probabilities and values that acting found."""
     policy = ver_ppo.Policy(SPEC, ver_ppo.Options(hidden_size=8))
     inputs, features = ({"obs": torch.randn(9, 4)}, torch.randint(3, (9, 1)), torch.zeros(9, dtype=torch.bool)), []
     for policy.bf16 in (False, True):
         features.append(policy.encode(*inputs))
     torch.testing.assert_close(*features, rtol=0.05, atol=0.05)
     assert features[1].dtype == torch.float32 and not torch.equal(*features)
+    workers = VirtualWorkers(3, lambda e, step: 1.0 + e, lambda e, step: "terminated" if step % 5 == 4 else None)
+    policy, rollout, c = build(workers, 3, 20)
+    policy.bf16 = True
+    ver_ppo.collect_rollout(policy, rollout, c)
+    distribution, value, _, batch, _ = ver_ppo.run_sequences(
+        policy, rollout, ver_ppo.find_sequences(rollout.segment, rollout.first)
+    )
+    torch.testing.assert_close(distribution.log_prob(batch["action"]), batch["log_prob"], rtol=0, atol=2e-3)
+    torch.testing.assert_close(value, torch.from_numpy(rollout.value)[batch["step"]], rtol=0, atol=2e-3)
 
 
 def test_distributions():

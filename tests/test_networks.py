@@ -40,6 +40,10 @@ def by_hand(name, channels):
     if name == "resnet18":  # patches of 4x4; stages of 2 blocks of two 3x3; before three stages GroupNorm and 2x2 stride 2
         stages = sum(2 * (count((c, c, 3, 1), (c, c, 3, 1)) + c) for c in (32, 64, 128, 256))
         return count((channels, 32, 4, 1)) + stages + sum(2 * c + 4 * c * 2 * c + 2 * c for c in (32, 64, 128))
+    if name == "resnet18_plain":  # 7x7; stages of 2 blocks of two 3x3; the first of three stages halves, beside a 1x1
+        pairs = sum(count((c, c, 3, 1), (c, c, 3, 1)) for c in (32, 64, 128, 256))
+        halving = sum(count((c, 2 * c, 3, 1), (2 * c, 2 * c, 3, 1), (c, 2 * c, 1, 1)) for c in (32, 64, 128))
+        return count((channels, 32, 7, 1)) + pairs + count((32, 32, 3, 1), (32, 32, 3, 1)) + halving
     blocks = {"resnet50": (3, 4, 6, 3), "se_resnext50": (3, 4, 6, 3), "se_resnext101": (3, 4, 23, 3)}[name]
     wide, groups, squeeze = (1, 1, 0) if name == "resnet50" else (2, 16, 1)
     total, channels = count((channels, 32, 7, 1)), 32
@@ -56,7 +60,7 @@ def test_backbones_by_hand(name):
     """Numbers of weights and the shape of the last feature map are those that the papers' figures give."""
     net = ver_ppo.ResNet(ver_ppo.Images({"rgb": RGB, "depth": DEPTH}), 512, **ver_ppo.BACKBONES[name])
     assert sum(p.numel() for p in net.backbone.parameters()) == by_hand(name, 4)
-    channels = 256 if name == "resnet18" else 1024
+    channels = 256 if name.startswith("resnet18") else 1024
     assert net.backbone(torch.zeros(2, 4, 128, 128)).shape == (2, channels, 2, 2)
     assert net.compress[0].out_channels * 2 * 2 == 2048 == net.out.in_features
     assert net(sample({"rgb": RGB, "depth": DEPTH}, 2)).shape == (2, 512)
@@ -71,7 +75,7 @@ def test_first_convolutions():
 
 
 ALL, EVERYTHING = {"rgb": RGB, "depth": DEPTH, "goal": GOAL}, ver_ppo.flatten(envs.Everything.observation_space)
-CASES = [(ALL, gym.spaces.Discrete(4), encoder) for encoder in ("cnn", "resnet18", "se_resnext50", "none")]
+CASES = [(ALL, gym.spaces.Discrete(4), encoder) for encoder in ("cnn", "resnet18_plain", "resnet18", "se_resnext50", "none")]
 CASES += [(EVERYTHING, envs.Everything.action_space, "cnn"), ({"goal": GOAL}, envs.Continuous.action_space, "cnn")]
 
 
@@ -232,8 +236,8 @@ def test_simulation_beside_inference():
 
 
 def test_transfer(tmp_path, capsys):
-    """--init-from takes the weights, but for the critic with --reset-critic; a frozen encoder learns nothing, statistics
-    included, also after --resume."""
+    """--init-from takes the weights, but for the critic with --reset-critic, for all but the encoders with --reset-policy; a
+    frozen encoder learns nothing, statistics included, also after --resume."""
     line = "--simulator builtin --camera rgb --image-size 16 --num-workers 0"
     checkpoint = run_here(tmp_path / "one", f"{line} --total-timesteps 64") / "checkpoint.pt"
     line += f" --init-from {checkpoint} --freeze-encoder --seed 5"
@@ -245,6 +249,11 @@ def test_transfer(tmp_path, capsys):
     assert {name for name in before if name.startswith("encoders.rgb.")} <= same
     assert not {name for name in same if name.startswith(("actor", "core", "encoders.goal"))}
     assert not torch.allclose(before["critic.weight"], after["critic.weight"], atol=0.05)
+    three = run_here(tmp_path / "reset", f"{line} --reset-policy --learning-rate 1e-30 --total-timesteps 64")
+    reset = saved(three)["policy"]
+    taken = {name for name in before if torch.equal(before[name], reset[name])}
+    assert {name for name in before if name.startswith("encoders.")} <= taken
+    assert not {name for name in taken if name.endswith("weight") and not name.startswith("encoders.")}
     for change in ("--hidden-size 24", "--camera depth", "--encoder resnet18 --image-size 64"):
         one_line(capsys, small(tmp_path / "three", *line.split(), *change.split()), "its encoders are others")
     assert not (tmp_path / "three").exists() and run_folders(tmp_path / "two") == [two]

@@ -239,8 +239,10 @@ def test_evaluation(tmp_path, capsys):
     assert run_folders(tmp_path) == [folder]
 
 
-def test_evaluation_plays_a_fixed_list():
-    """Each environment plays its share of the episodes, whatever their lengths, with workers as without."""
+def test_evaluation_plays_a_fixed_list(monkeypatch):
+    """Each environment plays its share of the episodes, whatever their lengths, with workers as without; on a machine with GPUs,
+    none is touched but the policy's."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: pytest.fail("all GPUs were asked for"))
     options = ver_ppo.Options(env_id="tests.envs:Count-v0", num_envs=4, eval_episodes=10, hidden_size=8, greedy=True)
     spec = ver_ppo.describe_env(options)
     policy = ver_ppo.Policy(spec, options)
@@ -263,6 +265,7 @@ BAD_INPUT = {  # what is given, and a word of the answer; numbers out of range a
     "--resume nowhere": "no checkpoint",
     "--init-from nowhere.pt": "no checkpoint nowhere.pt",
     "--freeze-encoder": "--init-from",
+    "--reset-policy": "--init-from",
     "--image-size 32 --encoder resnet18": "64 x 64",
     "--env-id CartPole-v1 --simulator builtin": "--simulator builtin",
     "--sampler async --overlap": "--overlap",
@@ -281,6 +284,14 @@ def test_bad_input(tmp_path, capsys, monkeypatch, line):
     monkeypatch.chdir(ROOT)
     one_line(capsys, small(tmp_path, *line.split()), BAD_INPUT[line])
     assert run_folders(tmp_path) == []
+
+
+def test_the_device_is_chosen_once(monkeypatch):
+    """Everybody gets the number that the main process has chosen: a simulator in another process could not know it."""
+    found = []
+    monkeypatch.setattr(ver_ppo, "choose_device", lambda options: torch.device("cuda:3"))
+    assert ver_ppo.main(["--env-id", "CartPole-v1"], train=lambda options: found.append(options.device)) == 0
+    assert found == ["cuda:3"]
 
 
 @pytest.mark.parametrize("line, word", [("--camera lidar", "depth"), ("--num-envs four", "int"), ("--speed 3", "--speed")])
