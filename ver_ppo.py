@@ -1467,7 +1467,8 @@ class SupervisedWorkers(Workers):
 
     def __init__(self, environments):
         self.next_check, self.restarted_at, self.timeout_sec = 0.0, [], environments[0].options.env_timeout
-        self.last_words = torch.zeros(count_workers(environments[0].options), 8000, dtype=torch.uint8).share_memory_()
+        self.heard_at_W = np.zeros(count_workers(environments[0].options))  # when each worker has answered last
+        self.last_words = torch.zeros(len(self.heard_at_W), 8000, dtype=torch.uint8).share_memory_()
         super().__init__(environments)
 
     def start(self, worker):
@@ -1475,13 +1476,13 @@ class SupervisedWorkers(Workers):
 
     def receive(self, timeout_sec):
         answered, now = super().receive(timeout_sec), time.monotonic()
-        for siblings_N in (self.sent_at_N[e % self.num_workers :: self.num_workers] for e in answered):
-            siblings_N[siblings_N > 0] = now  # the next one begins: who waits for a sibling is not late
+        self.heard_at_W[np.array(answered, int) % self.num_workers] = now
         if now > self.next_check:
             self.next_check = now + 0.2
             for worker, process in enumerate(self.processes):
                 mine = np.arange(worker, len(self.sent_at_N), self.num_workers)
-                late = mine[(self.sent_at_N[mine] > 0) & (now - self.sent_at_N[mine] > self.timeout_sec)]
+                since = np.maximum(self.sent_at_N[mine], self.heard_at_W[worker])  # who waits for a sibling is not late
+                late = mine[(self.sent_at_N[mine] > 0) & (now - since > self.timeout_sec)]
                 if len(late) or process.exitcode is not None:
                     answered += self.replace(worker, mine, late)
         return answered
