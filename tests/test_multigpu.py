@@ -61,7 +61,7 @@ def run_main(rank, args, args_1=(), stop_in=0):
     call, update, step, derive = ver_multigpu.Ranks.call, ver_ppo.ppo_update, ver_ppo.minibatch_step, ver_ppo.derive_seed
 
     def counting_call(ranks, function, *more, **named):
-        found.collectives.append(function.__name__)
+        found.collectives += [function.__name__] * (function.__name__ != "add")  # the counter: not a collective
         return call(ranks, function, *more, **named)
 
     def noting_seed(*numbers):
