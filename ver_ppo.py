@@ -547,9 +547,8 @@ class Workers:
     def send(self, env_B):
         """Let these environments answer."""
         self.sent_at_N[env_B] = time.monotonic()
-        for worker in range(self.num_workers):
-            if len(mine := env_B[env_B % self.num_workers == worker]):
-                send_numbers(self.pipes[worker][1], mine.tolist())
+        for worker in set((env_B % self.num_workers).tolist()):
+            send_numbers(self.pipes[worker][1], env_B[env_B % self.num_workers == worker].tolist())
 
     def receive(self, timeout_sec):
         """Numbers of the environments that have answered; [] if none does within this time."""
@@ -1093,9 +1092,9 @@ class Images(nn.Module):
     def stack(self, obs):
         """The images, not yet normalized."""
         images = [
-            obs[key].reshape(*obs[key].shape[:3], -1) if layout[3] else obs[key] for key, layout in self.layouts.items()
+            obs[key].reshape(*obs[key].shape[:3], -1).permute(0, 3, 1, 2) if layout[3] else obs[key]
+            for key, layout in self.layouts.items()
         ]
-        images = [i.permute(0, 3, 1, 2) if layout[3] else i for i, layout in zip(images, self.layouts.values())]  # a view
         images = [image / 255 if image.dtype == torch.uint8 else image for image in images]
         return torch.cat(images, dim=1) if len(images) > 1 else images[0]
 
