@@ -1965,7 +1965,8 @@ def main(argv=None, kind=Options, train=train):
     program = Path(sys.modules[kind.__module__].__file__).name
     try:
         options = parse_options(sys.argv[1:] if argv is None else argv, kind)
-        if options.check_habitat or options.env_id == "pointnav" or options.env_id.endswith(".yaml"):
+        simulated = options.env_id.startswith(("pointnav", "notebooks.tasks")) or options.env_id.endswith(".yaml")
+        if options.check_habitat or simulated:
             from notebooks import habitat_env
 
             if options.check_habitat:

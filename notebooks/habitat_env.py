@@ -32,11 +32,11 @@ def habitat_config(options, split, number=0):
     overrides.append(f"habitat.seed={derive_seed(not trains, options.seed, number)}")
     overrides.append(f"habitat.environment.iterator_options.shuffle={trains}")
     overrides.append(f"habitat.environment.iterator_options.max_scene_repeat_episodes={50 if trains else -1}")
-    if options.env_id == "pointnav":
+    if not options.env_id.endswith(".yaml"):
         sensors, unused = "habitat.simulator.agents.main_agent.sim_sensors", {"rgb": "depth", "depth": "rgb"}[options.camera]
         overrides += [f"{sensors}.{options.camera}_sensor.{side}={options.image_size}" for side in ("width", "height")]
         overrides.append(f"~{sensors}.{unused}_sensor")
-    path = HABITAT_POINTNAV if options.env_id == "pointnav" else options.env_id
+    path = options.env_id if options.env_id.endswith(".yaml") else HABITAT_POINTNAV
     return habitat.get_config(path, [*overrides, *options.habitat_overrides])
 
 
@@ -58,8 +58,9 @@ def missing_for_habitat(options):
 
 def choose_simulator(options):
     """The options with --simulator auto resolved, and said. Raises UserError if Habitat is asked for and not there."""
-    wanted = options.env_id.endswith(".yaml") or options.simulator == "habitat" or options.habitat_overrides
-    if not wanted and (options.env_id != "pointnav" or options.simulator == "builtin"):
+    task = options.env_id.endswith(".yaml")
+    wanted = task or options.simulator == "habitat" or options.habitat_overrides
+    if not wanted and options.simulator == "builtin":
         return options
     reason = missing_for_habitat(options)
     if reason and wanted:
@@ -67,7 +68,7 @@ def choose_simulator(options):
     if not reason and options.num_workers == 0:
         raise UserError("--num-workers 0: several simulators of Habitat in the main process would end it: give at least 1")
     print(f"simulator: {f'built-in ({reason})' if reason else 'Habitat'}")
-    return options if options.env_id != "pointnav" else replace(options, simulator="builtin" if reason else "habitat")
+    return options if task else replace(options, simulator="builtin" if reason else "habitat")
 
 
 def to_gymnasium_space(space):

@@ -6,13 +6,11 @@ Flee-v0: get as far away from the start as possible. Explore-v0: visit as many p
 of a `pointnav` run with the same --camera, --image-size and --encoder. Importing this file registers both.
 """
 
-from dataclasses import replace
-
 import gymnasium as gym
 import numpy as np
 
 from notebooks import pointnav
-from notebooks.habitat_env import HabitatEnv, missing_for_habitat
+from notebooks.habitat_env import HabitatEnv
 
 
 class TransferTask(gym.Wrapper):
@@ -20,12 +18,11 @@ class TransferTask(gym.Wrapper):
     metres visited; the reward is its increase. A stop ends the episode.
 
     Spaces are those of PointNav, so that its policies fit, and the goal says nothing, as in the paper. The other arguments
-    come from `ver_ppo.make_env`. The simulator is Habitat where it is there with its data, else the built-in one.
+    come from `ver_ppo.make_env`. The simulator is the options', as for `pointnav`.
     """
 
     def __init__(self, metric, options=None, split="train", number=0, render_mode=None):
-        options = options and replace(options, env_id="pointnav")
-        builtin = not options or options.simulator == "builtin" or missing_for_habitat(options)
+        builtin = not options or options.simulator != "habitat"
         super().__init__(pointnav.make(options, split) if builtin else HabitatEnv(options, split, number))
         self.metric, self.habitat = metric, None if builtin else self.unwrapped.habitat_env.sim
         self.metadata = {"render_modes": ["rgb_array"], "metrics": (metric,)}

@@ -165,7 +165,8 @@ def test_habitat_is_missing(capsys, tmp_path):
     """auto takes the built-in simulator and says why; asked for by name, Habitat is refused in one line with the way out."""
     assert habitat_env.choose_simulator(ver_ppo.Options()).simulator == "builtin"
     assert "simulator: built-in (habitat_sim cannot be imported" in capsys.readouterr().out
-    for line in ("--simulator habitat", "--env-id objectnav.yaml", "--habitat-overrides a=b"):
+    task = "--env-id notebooks.tasks:Flee-v0 --simulator habitat"
+    for line in ("--simulator habitat", "--env-id objectnav.yaml", "--habitat-overrides a=b", task):
         one_line(capsys, small(tmp_path, *line.split()), "conda")
     assert ver_ppo.main(["--check-habitat"]) == 1
     assert "MISSING: habitat_sim cannot be imported" in capsys.readouterr().out
