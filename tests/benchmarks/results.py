@@ -63,18 +63,23 @@ def command_of(task):
     return f"python ver_ppo.py --env-id {TASKS[task][1]}"
 
 
+def run_command(command, folder):
+    """Run a command line of ver_ppo.py to its end, in this folder. Returns the run's folder, and what its evaluation printed,
+    name -> [mean, standard error]."""
+    arguments = shlex.split(command)[1:] + ["--runs-dir", folder]
+    done = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(done.stderr[-3000:])
+    found = re.findall(r"(\w+) (\S+) ± ([\d.]+)", done.stdout.strip().splitlines()[-1])
+    return next(Path(folder).iterdir()), {name: [float(mean), float(error)] for name, mean, error in found}
+
+
 def train(task, seed):
     """One run from its command to the end: what is kept of it."""
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        arguments = shlex.split(command_of(task))[1:] + ["--seed", str(seed), "--runs-dir", folder]
-        done = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True)
-        if done.returncode:
-            raise RuntimeError(done.stderr[-3000:])
+        run, evaluation = run_command(f"{command_of(task)} --seed {seed}", folder)
         minutes = (time.perf_counter() - began) / 60
-        line = done.stdout.strip().splitlines()[-1]
-        evaluation = {name: [float(mean), float(error)] for name, mean, error in re.findall(r"(\w+) (\S+) ± ([\d.]+)", line)}
-        run = next(Path(folder).iterdir())
         kept = {"seed": seed, "minutes": round(minutes, 2), "evaluation": evaluation, "curves": read_curves(run)}
         if task.startswith("pointnav"):
             kept["episodes"] = play_episodes(run)

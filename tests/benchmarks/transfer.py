@@ -7,14 +7,11 @@ Run by hand; prints one line for each run, then mean (lowest to highest) of the 
 """
 
 import argparse
-import re
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import numpy as np
-from results import ROOT, dump, read_curves
+from results import dump, read_curves, run_command
 
 TASKS = ("Flee", "Explore")
 VARIANTS = {  # what is taken from the checkpoint
@@ -27,14 +24,11 @@ VARIANTS = {  # what is taken from the checkpoint
 def train(task, variant, seed, args):
     """One run: its evaluation's mean return and standard error, and its curves."""
     with tempfile.TemporaryDirectory() as folder:
-        line = f"ver_ppo.py --env-id notebooks.tasks:{task}-v0 --simulator builtin --seed {seed} --runs-dir {folder}"
-        command = f"{line} --total-timesteps {args.total_timesteps} {VARIANTS[variant].format(args.checkpoint.resolve())}"
-        done = subprocess.run([sys.executable, *command.split()], cwd=ROOT, capture_output=True, text=True)
-        if done.returncode:
-            raise RuntimeError(done.stderr[-3000:])
-        mean, error = re.search(r"return (\S+) ± ([\d.]+)", done.stdout).groups()
-        print(f"{task}, {variant}, seed {seed}: return {mean} ± {error}", flush=True)
-        return {"seed": seed, "return": [float(mean), float(error)], "curves": read_curves(next(Path(folder).iterdir()))}
+        line = f"python ver_ppo.py --env-id notebooks.tasks:{task}-v0 --simulator builtin --seed {seed}"
+        more = f"--total-timesteps {args.total_timesteps} {VARIANTS[variant].format(args.checkpoint.resolve())}"
+        run, evaluation = run_command(f"{line} {more}", folder)
+        print(f"{task}, {variant}, seed {seed}: {evaluation}", flush=True)
+        return {"seed": seed, "evaluation": evaluation, "curves": read_curves(run)}
 
 
 if __name__ == "__main__":
@@ -51,7 +45,7 @@ if __name__ == "__main__":
                 runs.append(train(task, variant, number, arguments))
     for task, variants in found.items():
         for variant, runs in variants.items():
-            returns = [run["return"][0] for run in runs]
+            returns = [run["evaluation"]["return"][0] for run in runs]
             print(f"{task}, {variant}: {np.mean(returns):.2f} ({min(returns):.2f} to {max(returns):.2f})")
     if arguments.json:
         arguments.json.write_text(dump(found) + "\n")
