@@ -53,7 +53,6 @@ import time
 import traceback
 from array import array
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Literal
@@ -133,6 +132,14 @@ class Options:
     freeze_encoder: bool = False  # with --init-from: the image encoders do not learn
     reset_critic: bool = False  # with --init-from: take all weights but the critic's
     reset_policy: bool = False  # with --init-from: take the encoders' weights alone
+    controller: str | None = None  # checkpoint file of a PointNav agent that does what a new one, its planner, wants
+    # folder of a population of runs: from time to time, the worst take over from the best, and vary their options
+    population: str | None = None
+    population_size: int = 4  # P, runs in it
+    member: int = 0  # which of them this is, 0 .. P - 1; by the same number it comes back
+    evolve_interval: int = 100_000  # steps between its comparisons with the others
+    evolve_after: int = 0  # steps before the first one
+    evolve_by: str = "return"  # what is compared: `return`, or a metric, of the last 100 episodes
     eval_episodes: int = 200  # episodes of the evaluation (0: none)
     greedy: bool = False  # evaluate with the most probable action instead of a sampled one
     capture_video: bool = False  # write a gif of three evaluation episodes
@@ -163,10 +170,13 @@ def make_env(options, split="train", number=0):
         arguments["render_mode"] = "rgb_array"
 
     def make():
-        env = gym.make(name, disable_env_checker=True, **arguments)
-        return Latency(env, options, number) if options.sim_latency else env
+        return gym.make(name, disable_env_checker=True, **arguments)
 
-    return ActionDelay(make) if options.action_delay else make()
+    if options.sim_latency or options.action_delay:
+        from notebooks.wrappers import wrap
+
+        return wrap(make, options, number)
+    return make()
 
 
 class EnvSpec:
@@ -175,6 +185,7 @@ class EnvSpec:
 
     def __init__(self, observations, action, metrics):
         self.observations, self.action, self.metrics = flatten(observations), action, tuple(metrics)
+        self.episode_columns = "return", "length", *self.metrics  # of episode_stats
         # choices of each action dimension, none for continuous actions; A, the numbers that make one action
         discrete = isinstance(action, gym.spaces.Discrete)
         self.choices = [int(action.n)] if discrete else getattr(action, "nvec", np.zeros(0, int)).ravel().tolist()
@@ -898,7 +909,7 @@ def build(options):
     """The environment's spec, a new policy and its optimizer."""
     spec = describe_env(options)
     torch.manual_seed(options.seed)
-    policy = Policy(spec, options).to(choose_device(options))
+    policy = make_policy(spec, options).to(choose_device(options))
     return spec, policy, torch.optim.Adam(policy.parameters(), lr=options.learning_rate, eps=1e-5, fused=True)
 
 
@@ -980,7 +991,7 @@ def collector_process(inbox, outbox, spec, options, first_episode, rollouts, wei
     torch.set_num_threads(1)
     torch.manual_seed(derive_seed(SEED_OF_COLLECTOR, options.seed, first_episode))
     device = choose_device(options)
-    policy = Policy(spec, options).to(device).requires_grad_(False)
+    policy = make_policy(spec, options).to(device).requires_grad_(False)
 
     def ended(steps=0):
         return bool(select.select([inbox], [], [], 0)[0])
@@ -1282,48 +1293,6 @@ def cpc_loss(policy, features_MD, core_MH, action_MA, batch_sizes):
     return nn.functional.softplus(-positive).mean() + nn.functional.softplus(negative).mean()
 
 
-# ----------------------------------------------------------------------------------------- Wrappers
-# Adds emulated simulator time and --action-delay. The lesson calls `Latency` and `ActionDelay`.
-
-
-class Latency(gym.Wrapper):
-    """--sim-latency: every step sleeps for a log-normal time, as if a GPU or a server did the work."""
-
-    def __init__(self, env, options, number):
-        super().__init__(env)
-        self.mean_sec, self.sigma = options.sim_latency / 1000, options.sim_latency_spread
-        self.rng = np.random.default_rng([options.seed, number, 1])
-
-    def step(self, action):
-        time.sleep(self.mean_sec * self.rng.lognormal(-(self.sigma**2) / 2, self.sigma))
-        return self.env.step(action)
-
-
-class ActionDelay(gym.Wrapper):
-    """--action-delay: an action is answered by what the one before did, so that the environment acts while the policy
-    computes the next one (VER section 4). The first step of an episode shows the first observation again; its last action is
-    never carried out. One thread does everything, as OpenGL wants it."""
-
-    def __init__(self, make):
-        self.thread = ThreadPoolExecutor(max_workers=1)
-        super().__init__(self.thread.submit(make).result())
-
-    def reset(self, **arguments):
-        first, info = self.thread.submit(self.env.reset, **arguments).result()
-        self.ahead = self.thread.submit(lambda: (first, 0.0, False, False, info))
-        return first, info
-
-    def step(self, action):
-        answer = self.ahead.result()
-        if not (answer[2] or answer[3]):
-            self.ahead = self.thread.submit(self.env.step, action)
-        return answer
-
-    def close(self):
-        self.thread.submit(self.env.close).result()
-        self.thread.shutdown()
-
-
 # -------------------------------------------------------------------------------------- Supervision
 # Adds workers that are started again when environments raise, hang or die, and --num-workers 0. The lesson calls
 # `make_workers`, `count_workers`, `process_context` and `share_memory`.
@@ -1574,6 +1543,15 @@ def start_from(policy, options):
     print(f"{len(own) - len(new)} of {len(own)} tensors come from {options.init_from}; new: {', '.join(sorted(new))}")
 
 
+def make_policy(spec, options):
+    """The network that the options name."""
+    if not options.controller:
+        return Policy(spec, options)
+    from notebooks.controller import NeuralController
+
+    return NeuralController(spec, options)
+
+
 class Run:
     """A run folder, counters, progress bar. What was learned before (--resume, --init-from) is put in place first."""
 
@@ -1583,6 +1561,8 @@ class Run:
         self.signal = self.unsaved = self.trace = self.writer = None
         if options.init_from:
             start_from(policy, options)
+        if options.controller and not options.resume:
+            policy.load_controller(options.controller)
         if options.resume:
             saved = load_policy(policy, Path(options.resume) / "checkpoint.pt")
             optimizer.load_state_dict(saved["optimizer"])
@@ -1672,6 +1652,10 @@ class Run:
         self.write(*self.describe(rollout, logs))
         if self.step - self.saved_step >= self.options.checkpoint_interval:
             self.save()
+            if self.options.population:
+                from notebooks.population import review
+
+                review(self)
 
     def describe(self, rollout, logs):
         """An update's steps; what to log of it: where the time went, how uneven the environments and how old the data were;
@@ -1776,7 +1760,7 @@ def evaluate(policy, spec, options):
     sizes = {"num_envs": num_envs, "num_workers": 0 if filmed else min(count_workers(options), num_envs)}
     options = replace(options, **sizes, seed=0, sampler="ver", num_minibatches=1, sim_latency=0.0)
     left_N = options.eval_episodes // num_envs + (np.arange(num_envs) < options.eval_episodes % num_envs)
-    io, found, frames, weight = EnvIO(spec, num_envs), [], [], policy.critic.weight
+    io, found, frames, weight = EnvIO(spec, num_envs), [], [], next(policy.parameters())
     generators = torch.random.fork_rng([weight.device] * weight.is_cuda)
     with generators, contextlib.closing(make_workers(options, "val", spec, io)) as workers:
         torch.manual_seed(options.seed)
@@ -1795,7 +1779,7 @@ def evaluate(policy, spec, options):
 
 def report_evaluation(policy, spec, options, folder):
     """Evaluate, print mean +- standard error of every number, write the video if asked for. Returns the means to log."""
-    began, names = time.perf_counter(), ("return", "length", *spec.metrics)
+    began, names = time.perf_counter(), spec.episode_columns
     found, _ = evaluate(policy, spec, replace(options, capture_video=False))
     means, errors = found.mean(axis=0), found.std(axis=0, ddof=len(found) > 1) / math.sqrt(len(found))
     line = ", ".join(f"{name} {mean:.3f} ± {error:.3f}" for name, mean, error in zip(names, means, errors))
@@ -1866,11 +1850,13 @@ def refuse(options, name, message):
 def check_options(options):
     """Raise UserError for the first option that cannot work, with the way to mend it."""
     o, most = options, select.PIPE_BUF // 4
-    counts = "total_timesteps num_envs num_steps num_minibatches update_epochs max_requests checkpoint_interval"
-    for name in f"{counts} learner_threads learning_rate clip_coef max_grad_norm env_timeout".split():
+    counts = "total_timesteps num_envs num_steps num_minibatches update_epochs max_requests population_size"
+    others = "checkpoint_interval evolve_interval learner_threads learning_rate clip_coef max_grad_norm env_timeout"
+    for name in f"{counts} {others}".split():
         if not (getattr(o, name) == "auto" or 0 < getattr(o, name) < math.inf):
             refuse(o, name, "must be a positive number")
-    for name in "seed num_workers eval_episodes max_worker_restarts sim_latency sim_latency_spread ent_coef vf_coef".split():
+    amounts = "seed num_workers eval_episodes max_worker_restarts sim_latency sim_latency_spread ent_coef vf_coef"
+    for name in f"{amounts} evolve_after".split():
         if not (getattr(o, name) == "auto" or 0 <= getattr(o, name) < 2**63):
             refuse(o, name, "must be 0 or more")
     steps, pointnav = f"--num-steps x --num-envs = {o.rollout_steps}", o.env_id.startswith(("pointnav", "notebooks."))
@@ -1890,11 +1876,9 @@ def check_options(options):
         (not (o.checkpoint and o.resume), "checkpoint", "evaluates and --resume trains: give one of them"),
         (not o.checkpoint or o.eval_episodes, "eval_episodes", "must be at least 1 with --checkpoint"),
         (not (o.init_from and (o.resume or o.checkpoint)), "init_from", "begins a run: no --resume, no --checkpoint"),
-        (
-            not o.freeze_encoder or o.init_from or o.resume or o.checkpoint,
-            "freeze_encoder",
-            "needs trained encoders: give --init-from",
-        ),
+        (not o.freeze_encoder or o.init_from or o.resume or o.checkpoint, "freeze_encoder", "needs --init-from"),
+        (not o.controller or not (o.init_from or o.cpc or o.bf16), "controller", "has no --init-from, --cpc and --bf16"),
+        (0 <= o.member < o.population_size, "member", f"must be within 0..{o.population_size - 1}: --population-size"),
         (not o.freeze_encoder or o.encoder != "none", "freeze_encoder", "needs an encoder: --encoder none has no image"),
         (o.init_from or not (o.reset_critic or o.reset_policy), "init_from", "is needed by --reset-..."),
         (o.simulator == "auto" or pointnav, "simulator", "is only for pointnav"),
@@ -1932,6 +1916,8 @@ def describe_env(options):
     known = isinstance(spec.action, spaces.Box) and np.issubdtype(spec.action.dtype, np.floating) and spec.action_dims
     if not known and not isinstance(spec.action, (spaces.Discrete, spaces.MultiDiscrete)):
         raise UserError(f"the action is {spec.action}: only Discrete, MultiDiscrete and Box of floats are supported")
+    if options.evolve_by not in spec.episode_columns:
+        refuse(options, "evolve_by", f"is not measured here: {', '.join(spec.episode_columns)} are")
     return spec
 
 
@@ -1949,7 +1935,7 @@ def parse_options(argv, kind=Options):
     if not given:
         return tyro.cli(kind, args=argv)
     saved = load_checkpoint(given.get("--checkpoint") or Path(given["--resume"]) / "checkpoint.pt")["options"]
-    own = "device resume checkpoint trace init_from reset_critic reset_policy".split()
+    own = "device resume checkpoint trace init_from reset_critic reset_policy population".split()
     saved = {field.name: saved[field.name] for field in fields(kind) if field.name in saved and field.name not in own}
     default = object.__new__(kind)  # unchecked: what is given here may be what makes it work
     vars(default).update(vars(kind()) | saved)
@@ -1973,6 +1959,10 @@ def main(argv=None, kind=Options, train=train):
                 return habitat_env.check_habitat(options)
             options = habitat_env.choose_simulator(options)
         options = replace(options, device=str(choose_device(options)))  # its number, for simulators too
+        if options.population and not options.checkpoint:
+            from notebooks.population import train_member
+
+            return train_member(options, train)
         if not options.checkpoint:
             train(options)
             return 0

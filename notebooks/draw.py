@@ -139,6 +139,18 @@ def learning_curves(results):
     return figure
 
 
+def transfer_curves(runs, tasks):
+    """Return over steps, a panel for each task, a curve for each variant: figure 5 of the DD-PPO paper."""
+    figure, axes = plt.subplots(1, len(tasks), figsize=(9, 3.4), layout="constrained")
+    for axis, (task, what) in zip(axes, tasks.items()):
+        for color, (variant, found) in zip(COLORS, runs[task].items()):
+            steps, values_KX = curves({"runs": found}, "charts/episodic_return")
+            band(axis, steps / 1e3, values_KX, color, variant)
+        axis.set(xlabel="thousand steps", title=f"{task}: {what}, last 100 training episodes")
+    figure.legend(*axes[0].get_legend_handles_labels(), ncol=3, frameon=False, loc="outside lower center")
+    return figure
+
+
 # ------------------------------------------------------------------------------------------------------------ PointNav
 
 
@@ -146,7 +158,7 @@ def load_policy(folder):
     """Policy and options of a finished run."""
     saved = ver_ppo.load_checkpoint(Path(folder) / "checkpoint.pt")
     options = ver_ppo.Options(**saved["options"] | {"device": "cpu"})
-    policy = ver_ppo.Policy(ver_ppo.describe_env(options), options)
+    policy = ver_ppo.make_policy(ver_ppo.describe_env(options), options)
     policy.load_state_dict(saved["policy"])
     return policy, options
 

@@ -10,12 +10,12 @@ from conftest import ROOT
 
 import ver_multigpu
 import ver_ppo
-from notebooks import draw, habitat_env, pointnav, tasks
+from notebooks import draw, habitat_env, pointnav, tasks, wrappers
 
 SOURCE = (ROOT / "ver_ppo.py").read_text()
 ROWS = re.findall(r"^\| (.+) \| (`.+`) \| (.+) \| \[(\w+)\]\((tests/\w+\.py)\) \|$", (ROOT / "README.md").read_text(), re.M)
 MODULES = pytest.mark.parametrize(
-    "module", [ver_ppo, ver_multigpu, pointnav, habitat_env, tasks, draw], ids=lambda module: module.__name__
+    "module", [ver_ppo, ver_multigpu, pointnav, habitat_env, tasks, wrappers, draw], ids=lambda module: module.__name__
 )
 
 
@@ -29,7 +29,7 @@ def test_table_of_mechanisms():
 @pytest.mark.parametrize("mechanism, functions, section, test, file", ROWS, ids=[row[0] for row in ROWS])
 def test_mechanism(mechanism, functions, section, test, file):
     """Every function and every test that a row names exists."""
-    homes = ver_ppo, ver_multigpu, habitat_env
+    homes = ver_ppo, ver_multigpu, habitat_env, wrappers
     for name in re.findall(r"`([\w.]+)`", functions):
         home = [home for home in homes if hasattr(home, name.split(".")[0])][0]
         assert callable(operator.attrgetter(name)(home)), name

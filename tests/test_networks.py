@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import ver_ppo
+from notebooks import wrappers
 from tests import envs
 from tests.test_environment import make_environment
 from tests.test_run import logged, one_line, run_folders, run_here, saved, small
@@ -208,7 +209,7 @@ def test_delayed_environments_live_in_one_thread():
         def close(self):
             seen.append(("close", threading.get_ident()))
 
-    env = ver_ppo.ActionDelay(Threads)
+    env = wrappers.ActionDelay(Threads)
     env.reset(seed=0)
     env.step(0)
     env.close()

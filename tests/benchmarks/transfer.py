@@ -1,24 +1,31 @@
 """What a trained PointNav agent is worth on other tasks: the variants of DD-PPO section 6, on Flee and Explore.
 
-    python tests/benchmarks/transfer.py --checkpoint FILE      FILE: checkpoint.pt of a run of `--env-id pointnav`
+    python tests/benchmarks/transfer.py run --checkpoint FILE    FILE: checkpoint.pt of a run of `--env-id pointnav`
+    python tests/benchmarks/transfer.py table                    prints the table of notebooks/README.md
+    python tests/benchmarks/transfer.py picture                  draws notebooks/pictures/transfer.png
 
-Each run is a ver_ppo.py of its own, on the built-in simulator, and ends with the evaluation of 200 validation episodes.
-Run by hand; prints one line for each run, then mean (lowest to highest) of the seeds; --json keeps all, with the curves.
+Each run is a ver_ppo.py of its own, on the built-in simulator, and ends with the evaluation of 200 validation episodes. What
+came out is kept in notebooks/results/transfer.json; `run` does what is not there yet. Two minutes each, run by hand.
 """
 
 import argparse
+import json
 import tempfile
 from pathlib import Path
 
+import matplotlib
 import numpy as np
-from results import dump, read_curves, run_command
+from results import ROOT, draw, dump, machine, read_curves, run_command
 
-TASKS = ("Flee", "Explore")
+TASKS = {"Flee": "m from the start", "Explore": "m² seen"}
 VARIANTS = {  # what is taken from the checkpoint
     "from scratch": "",
     "frozen encoder, policy anew": "--init-from {} --freeze-encoder --reset-policy",
     "frozen encoder, policy fine-tuned": "--init-from {} --freeze-encoder --reset-critic",
+    "everything fine-tuned": "--init-from {} --reset-critic",
+    "neural controller": "--controller {}",
 }
+FILE = draw.RESULTS / "transfer.json"
 
 
 def train(task, variant, seed, args):
@@ -31,21 +38,41 @@ def train(task, variant, seed, args):
         return {"seed": seed, "evaluation": evaluation, "curves": read_curves(run)}
 
 
+def train_all(args):
+    """All that is missing; one seed of everything after the other, so that whatever disturbs, disturbs all."""
+    found = json.loads(FILE.read_text()) if FILE.exists() else {"machine": machine(), "runs": {}}
+    for seed in args.seeds:
+        for task in TASKS:
+            for variant in VARIANTS:
+                runs = found["runs"].setdefault(task, {}).setdefault(variant, [])
+                if seed not in [run["seed"] for run in runs]:
+                    runs.append(train(task, variant, seed, args))
+                    FILE.write_text(dump(found) + "\n")
+
+
+def table(runs):
+    """Mean and range of the seeds' evaluations."""
+    lines = [f"| | {' | '.join(f'{task}: {what}' for task, what in TASKS.items())} |", "|---|---|---|"]
+    for variant in VARIANTS:
+        means = [[run["evaluation"]["return"][0] for run in runs[task][variant]] for task in TASKS]
+        cells = [f"{np.mean(mean):.1f} ({min(mean):.1f} to {max(mean):.1f})" for mean in means]
+        lines.append(f"| {variant} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--checkpoint", type=Path, required=True)
+    parser.add_argument("what", choices=("run", "table", "picture"))
+    parser.add_argument("--checkpoint", type=Path)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--total-timesteps", type=int, default=200_000)
-    parser.add_argument("--json", type=Path, help="file to write")
     arguments = parser.parse_args()
-    found = {task: {variant: [] for variant in VARIANTS} for task in TASKS}
-    for number in arguments.seeds:  # one seed of everything after the other: whatever disturbs, disturbs all
-        for task, variants in found.items():
-            for variant, runs in variants.items():
-                runs.append(train(task, variant, number, arguments))
-    for task, variants in found.items():
-        for variant, runs in variants.items():
-            returns = [run["evaluation"]["return"][0] for run in runs]
-            print(f"{task}, {variant}: {np.mean(returns):.2f} ({min(returns):.2f} to {max(returns):.2f})")
-    if arguments.json:
-        arguments.json.write_text(dump(found) + "\n")
+    if arguments.what == "run":
+        train_all(arguments)
+    elif arguments.what == "table":
+        print(table(json.loads(FILE.read_text())["runs"]))
+    else:
+        matplotlib.use("Agg")
+        draw.setup()
+        figure = draw.transfer_curves(json.loads(FILE.read_text())["runs"], TASKS)
+        figure.savefig(ROOT / "notebooks" / "pictures" / "transfer.png", dpi=100)

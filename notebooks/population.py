@@ -1,0 +1,196 @@
+"""Decentralized population-based training (Petrenko et al. 2023): runs that learn from each other what to learn with.
+
+    for k in 0 1 2 3; do python ver_ppo.py --population runs/flats --population-size 4 --member $k & done; wait
+
+P runs of ver_ppo.py or ver_multigpu.py, on any machines, share nothing but a folder. Nobody is in charge: each may begin
+later, die, and come back by the same command line. After every --evolve-interval steps a member
+
+    saves a checkpoint    ->  and puts a copy of it, its entry, into the folder: weights, options, last 100 episodes
+    reads of every other  <-  the newest entry with no more steps than its own
+    decides by `evolve`       goes on, or mutates its options, or takes over weights and options of a better one
+    goes on from its checkpoint, which then holds what it has decided
+
+    FOLDER/0/000000100352.pt ...          entries of member 0
+    FOLDER/0/decisions.jsonl              what it has decided, a line each
+    FOLDER/0/pointnav__ver__.../          its run folder
+"""
+
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import ver_ppo
+
+SHARE = 0.3  # of the population are "the worst", and as many "the best"
+CLOSE = 0.05  # share of the best score: who is no further below it does not take over
+PROBABILITY = 0.5  # that a mutation changes an option
+BOUNDS = {  # of the options that evolve
+    "learning_rate": (1e-6, 0.1),
+    "ent_coef": (1e-6, 0.1),
+    "clip_coef": (0.05, 0.5),
+    "gamma": (0.8, 0.9999),
+    "update_epochs": (1, 20),
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a member had reached after `step` steps: the mean of --evolve-by over its last episodes, by these options."""
+
+    member: int
+    step: int
+    score: float
+    options: dict  # those in BOUNDS
+
+
+def mutate(options, rng):
+    """Each of the options with probability 1/2: times or divided by 1.1 to 1.5 (gamma: its distance from 1; epochs: one more
+    or less), within BOUNDS. What is 0 stays 0. Returns new options."""
+    changed = dict(options)
+    for name, (low, high) in BOUNDS.items():
+        wanted, factor, up = rng.random() < PROBABILITY, rng.uniform(1.1, 1.5), rng.random() < 0.5
+        value, factor = options[name], factor if up else 1 / factor
+        if wanted and value:
+            new = {"gamma": 1 - (1 - value) * factor, "update_epochs": value + (1 if up else -1)}.get(name, value * factor)
+            changed[name] = min(max(new, low), high)
+    return changed
+
+
+def evolve(own, others, rng):
+    """A member's decision, from its entry and those of others, of equal or less experience (Petrenko et al. 2023):
+
+    - ("goes on", None, options): it is not among the worst 30 %, or nobody is better;
+    - ("mutates", None, options): it is, but no further below the best one than the standard deviation of the population's
+      scores, or 5 % of the best: its options change a little;
+    - ("takes over", member, options): it is clearly worse. Weights and options come from one drawn from the best 30 %, and
+      these options change a little.
+
+    A pure function: the same entries and the same state of the random generator, the same decision.
+    """
+    ranked = sorted([*others, own], key=lambda entry: (-entry.score, entry is own, entry.member))  # of equals it is the last
+    few, gap = max(1, round(SHARE * len(ranked))), ranked[0].score - own.score
+    if gap == 0 or own not in ranked[-few:]:
+        return "goes on", None, own.options
+    if gap <= max(np.std([entry.score for entry in ranked]), CLOSE * abs(ranked[0].score)):
+        return "mutates", None, mutate(own.options, rng)
+    better = [entry for entry in ranked[:few] if entry.score > own.score]
+    donor = better[rng.integers(len(better))]
+    return "takes over", donor.member, mutate(donor.options, rng)
+
+
+def read_entry(path, member, column, shapes=None):
+    """The entry in a file, and the file's content; None if no episode had ended by then. Raises UserError if it cannot be
+    read, or `shapes` are given and its network is another one."""
+    content = ver_ppo.load_checkpoint(path)
+    if shapes is not None and {name: tensor.shape for name, tensor in content["policy"].items()} != shapes:
+        raise ver_ppo.UserError(f"{path} belongs to another network")
+    if not content["recent"]:
+        return None, content
+    options = {name: content["options"][name] for name in BOUNDS}
+    return Entry(member, content["step"], float(np.array(content["recent"])[:, column].mean()), options), content
+
+
+def replace_file(path, write):
+    """Let `write` write a file, and put it in place at once: others see the old one or the new one."""
+    temporary = path.with_suffix(".tmp")
+    write(temporary)
+    os.replace(temporary, path)
+
+
+def newest_entries(run, column):
+    """Of every other member the newest entry with no more steps than the run, with its path. What cannot be read, or is of
+    another network, is skipped with a line."""
+    found, folder, shapes = [], Path(run.options.population), {k: v.shape for k, v in run.policy.state_dict().items()}
+    for member in set(range(run.options.population_size)) - {run.options.member}:
+        steps = [path for path in folder.glob(f"{member}/*.pt") if path.stem.isdigit() and int(path.stem) <= run.step]
+        try:
+            if steps:
+                path = max(steps, key=lambda path: int(path.stem))
+                found.append((read_entry(path, member, column, shapes)[0], path))
+        except ver_ppo.UserError as error:
+            run.bar.write(f"skipped: {error}")
+    return [(entry, path) for entry, path in found if entry]
+
+
+class Evolved(Exception):
+    """The run's checkpoint was changed: it has to go on from there."""
+
+
+def review(run):
+    """Compare a run that has just saved a checkpoint; of many ranks, rank 0 does it. Raises Evolved in all of them."""
+    evolved = run.folder is not None and publish_and_decide(run)
+    if run.ranks.gather(evolved)[0] if hasattr(run, "ranks") else evolved:
+        raise Evolved
+
+
+def publish_and_decide(run):
+    """Publish the newest checkpoint as an entry, read the others', decide, and write what was decided into the checkpoint.
+    Returns whether it was changed. If a file cannot be written, says so, and the run goes on as it is."""
+    options, checkpoint = run.options, run.folder / "checkpoint.pt"
+    folder, column = Path(options.population) / str(options.member), run.spec.episode_columns.index(options.evolve_by)
+    try:
+        if run.unsaved:
+            return False
+        replace_file(folder / f"{run.step:012}.pt", lambda path: shutil.copyfile(checkpoint, path))
+        own, content = read_entry(checkpoint, options.member, column)
+        if not own or not options.evolve_after <= run.step < options.total_timesteps:
+            return False
+        others = newest_entries(run, column)
+        rng = np.random.default_rng([options.seed, run.step])
+        decision, donor, evolved = evolve(own, [entry for entry, _ in others], rng)
+        line = asdict(own) | {"decision": decision, "from": donor, "to": evolved}
+        line["others"] = {entry.member: [entry.step, entry.score] for entry, _ in others}
+        with open(folder / "decisions.jsonl", "a") as file:
+            file.write(json.dumps(line) + "\n")
+        best = max([own, *(entry for entry, _ in others)], key=lambda entry: entry.score)
+        news = [
+            f"{name} {own.options[name]:.3g} -> {evolved[name]:.3g}" for name in BOUNDS if evolved[name] != own.options[name]
+        ]
+        whom = "" if donor is None else f" member {donor}"
+        standing = (
+            f"{options.evolve_by} {own.score:.4g}, the best of {1 + len(others)} has {best.score:.4g} (member {best.member})"
+        )
+        run.bar.write(f"member {options.member}, step {run.step}: {standing}: {decision}{whom} {', '.join(news)}".rstrip())
+        if decision == "goes on":
+            return False
+        content["options"] |= evolved
+        if donor is not None:  # its episodes say nothing of what this one will do
+            path = next(path for entry, path in others if entry.member == donor)
+            content |= {
+                name: value for name, value in ver_ppo.load_checkpoint(path).items() if name in ("policy", "optimizer")
+            }
+            content["recent"] = []
+        replace_file(checkpoint, lambda path: torch.save(content, path))
+        return True
+    except (OSError, RuntimeError, ver_ppo.UserError) as error:  # a full disk; an entry that was deleted meanwhile
+        run.bar.write(f"not compared with the population at step {run.step}: {str(error).splitlines()[0]}")
+        return False
+
+
+def join(options):
+    """The options of a member: its own folder and seed; if it has been there before, going on from its checkpoint, by the
+    options that it had evolved."""
+    folder = Path(options.population) / str(options.member)
+    seed = ver_ppo.derive_seed(options.seed, options.member)
+    options = replace(options, runs_dir=str(folder), seed=seed, checkpoint_interval=options.evolve_interval)
+    found = sorted(folder.glob("*/checkpoint.pt"), key=os.path.getmtime)
+    if not found:
+        return options
+    saved = ver_ppo.load_checkpoint(found[-1])["options"]
+    begun = {"resume": str(found[-1].parent), "init_from": None, "reset_critic": False, "reset_policy": False}
+    return replace(options, **begun, **{name: saved[name] for name in BOUNDS})
+
+
+def train_member(options, train):
+    """Train as a member of a population, to the end. Returns the exit status."""
+    while True:
+        try:
+            train(join(options))
+            return 0
+        except Evolved:
+            pass
