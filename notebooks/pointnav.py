@@ -153,9 +153,9 @@ class PointNav(gym.Env):
         self.beyond_C = np.append((straight_C + self.plan.distance_CC).min(axis=1), 0.0)
         self.geodesic = self.waypoints(self.position).min()
 
-    def move(self):
+    def move(self, metres=FORWARD_M):
         """One step forward; at an obstacle the rest of the way slides along its side."""
-        way_2 = FORWARD_M * np.array([math.cos(self.heading), math.sin(self.heading)])
+        way_2 = metres * np.array([math.cos(self.heading), math.sin(self.heading)])
         for _ in range(2):
             (reach,), (box,) = ray_boxes(self.position, way_2[None], self.plan.blocked_K4)
             share = min(1.0, max(0.0, reach - 1e-3))
@@ -171,8 +171,9 @@ class PointNav(gym.Env):
         """Length of the shortest path to the goal through each point in sight (corners, and last the goal itself)."""
         return sight(position_2, self.waypoints_C2, self.plan.blocked_K4) + self.beyond_C
 
-    def observe(self):
-        """What the agent perceives: one ray per image column gives the wall's depth; floor and ceiling are planes."""
+    def observe(self, goal=None):
+        """What the agent perceives, with its goal or another one: one ray per image column gives the wall's depth; floor and
+        ceiling are planes."""
         cos, sin = math.cos(self.heading), math.sin(self.heading)
         ray_W2 = np.stack([cos - sin * self.slope_W, sin + cos * self.slope_W], axis=1)
         wall_m_W, box_W = ray_boxes(self.position, ray_W2, self.plan.boxes_K4)
@@ -180,7 +181,7 @@ class PointNav(gym.Env):
         if self.camera == "rgb":
             color = np.where((wall_m_W < self.plane_m_H1)[..., None], self.plan.palette_K3[box_W], self.plane_rgb_H13)
             image = (color / (1 + 0.15 * DEPTH_RANGE_M * image)).astype(np.uint8)
-        offset = self.goal - self.position
+        offset = (self.goal if goal is None else goal) - self.position
         distance, bearing = np.hypot(*offset), math.atan2(offset[1], offset[0]) - self.heading
         return {self.camera: image, "goal": np.array([distance, math.cos(bearing), math.sin(bearing)], np.float32)}
 

@@ -4,19 +4,19 @@ import doctest
 import operator
 import re
 from dataclasses import fields
+from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT
 
 import ver_multigpu
 import ver_ppo
-from notebooks import draw, habitat_env, pointnav, tasks, wrappers
+from notebooks import chain, controller, draw, habitat_env, pointnav, population, rearrange, tasks, wrappers
 
 SOURCE = (ROOT / "ver_ppo.py").read_text()
 ROWS = re.findall(r"^\| (.+) \| (`.+`) \| (.+) \| \[(\w+)\]\((tests/\w+\.py)\) \|$", (ROOT / "README.md").read_text(), re.M)
-MODULES = pytest.mark.parametrize(
-    "module", [ver_ppo, ver_multigpu, pointnav, habitat_env, tasks, wrappers, draw], ids=lambda module: module.__name__
-)
+BESIDE = [chain, controller, draw, habitat_env, pointnav, population, rearrange, tasks, wrappers]  # the scripts
+MODULES = pytest.mark.parametrize("module", [ver_ppo, ver_multigpu, *BESIDE], ids=lambda module: module.__name__)
 
 
 def test_table_of_mechanisms():
@@ -29,9 +29,10 @@ def test_table_of_mechanisms():
 @pytest.mark.parametrize("mechanism, functions, section, test, file", ROWS, ids=[row[0] for row in ROWS])
 def test_mechanism(mechanism, functions, section, test, file):
     """Every function and every test that a row names exists."""
-    homes = ver_ppo, ver_multigpu, habitat_env, wrappers
+    homes = {"notebooks": SimpleNamespace(**{module.__name__.split(".")[1]: module for module in BESIDE})}
+    homes |= {"ver_ppo": ver_ppo, "ver_multigpu": ver_multigpu}
     for name in re.findall(r"`([\w.]+)`", functions):
-        home = [home for home in homes if hasattr(home, name.split(".")[0])][0]
+        home = [home for home in homes.values() if hasattr(home, name.split(".")[0])][0]
         assert callable(operator.attrgetter(name)(home)), name
     assert f"\ndef {test}(" in (ROOT / file).read_text(), test
 

@@ -5,7 +5,7 @@
     python tests/benchmarks/transfer.py picture                  draws notebooks/pictures/transfer.png
 
 Each run is a ver_ppo.py of its own, on the built-in simulator, and ends with the evaluation of 200 validation episodes. What
-came out is kept in notebooks/results/transfer.json; `run` does what is not there yet. Two minutes each, run by hand.
+came out is kept in notebooks/results/transfer.json; `run` does what is not there yet. Two minutes each, by hand.
 """
 
 import argparse
@@ -35,7 +35,8 @@ def train(task, variant, seed, args):
         more = f"--total-timesteps {args.total_timesteps} {VARIANTS[variant].format(args.checkpoint.resolve())}"
         run, evaluation = run_command(f"{line} {more}", folder)
         print(f"{task}, {variant}, seed {seed}: {evaluation}", flush=True)
-        return {"seed": seed, "evaluation": evaluation, "curves": read_curves(run)}
+        tag = "charts/episodic_return"
+        return {"seed": seed, "evaluation": evaluation, "curves": {tag: read_curves(run)[tag]}}
 
 
 def train_all(args):
@@ -43,7 +44,7 @@ def train_all(args):
     found = json.loads(FILE.read_text()) if FILE.exists() else {"machine": machine(), "runs": {}}
     for seed in args.seeds:
         for task in TASKS:
-            for variant in VARIANTS:
+            for variant in args.variants:
                 runs = found["runs"].setdefault(task, {}).setdefault(variant, [])
                 if seed not in [run["seed"] for run in runs]:
                     runs.append(train(task, variant, seed, args))
@@ -65,6 +66,7 @@ if __name__ == "__main__":
     parser.add_argument("what", choices=("run", "table", "picture"))
     parser.add_argument("--checkpoint", type=Path)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--total-timesteps", type=int, default=200_000)
     arguments = parser.parse_args()
     if arguments.what == "run":

@@ -1,0 +1,89 @@
+"""Trained skills, one after the other: fetch an object and bring it to its place (TP-SRL; VER sections 4 and 6)."""
+
+import math
+
+import numpy as np
+import torch
+
+from notebooks import pointnav, rearrange
+from notebooks.draw import shortest_path
+
+HANDOFF_M = 0.6  # Navigate ends so far before the object, or its place
+
+
+class Skill:
+    """A policy that acts for one robot: its memory, empty at first, and its last action."""
+
+    def __init__(self, policy):
+        self.policy, self.state, self.first = policy, torch.zeros(1, *policy.state_shape), torch.tensor([True])
+        self.action = torch.zeros(1, 1, dtype=torch.int64) if policy.choices else torch.zeros(1, policy.actor.out_features)
+
+    @torch.inference_mode()
+    def act(self, observation):
+        """The next action, sampled."""
+        obs = {key: torch.from_numpy(part)[None] for key, part in observation.items()}
+        distribution, _, self.state = self.policy.step(obs, self.action, self.first, self.state)
+        self.action, self.first = distribution.sample(), torch.tensor([False])
+        return self.action[0].numpy()
+
+
+def begin(seed, split="val", far_m=(1.0, 99.0), **camera):
+    """A robot somewhere in a flat, so far from an object by the shortest path, and a place for it a metre away at least."""
+    env = rearrange.Rearrange("pick", True, split, **camera)
+    env.reset(seed=seed, options={"far_m": far_m})
+    while not 1.0 <= env.waypoints(env.place).min() < math.inf:  # they lead to the object
+        points_P2 = env.np_random.uniform(0, env.plan.size, (64, 2))
+        env.place = points_P2[env.plan.is_free(points_P2, 0.02)][0]
+    return env
+
+
+def point_before(env, target_2):
+    """The point HANDOFF_M before a target on the robot's shortest path to it."""
+    env.goal = target_2
+    env.aim(target_2)
+    left_m, points = HANDOFF_M, shortest_path(env)[::-1]
+    for near_2, far_2 in zip(points, points[1:]):
+        if left_m <= (length_m := math.dist(near_2, far_2)):
+            return near_2 + (far_2 - near_2) * left_m / length_m
+        left_m -= length_m
+    return env.position
+
+
+def run_navigate(env, policy, target_2):
+    """Navigate to where the next skill can begin. Returns whether it stopped there, within 0.2 m."""
+    skill, goal_2, stopped = Skill(policy), point_before(env, target_2), False
+    observation = env.see(goal_2)
+    for _ in range(pointnav.STEP_LIMIT):
+        observation, stopped = env.navigate(int(skill.act(observation)[0]), goal_2)
+        if stopped:
+            break
+    return stopped and math.dist(env.position, goal_2) <= pointnav.SUCCESS_M
+
+
+def run_skill(env, policy, name):
+    """Pick or place from where the robot stands, until it stops. Returns whether it was done then."""
+    skill, (observation, info), ended = Skill(policy), env.begin(name), False
+    while not ended:
+        observation, _, terminated, truncated, info = env.step(skill.act(observation))
+        ended = terminated or truncated
+    return bool(info["success"])
+
+
+def run_chain(env, policies):
+    """The planner: Navigate, Pick, Navigate, Place, without `navigate` among the policies Pick, Place. Whether one has
+    failed, nobody tells the robot, but without the object there is nothing to place. Returns the stages: name, whether all
+    has gone well until then, path."""
+    stages = []
+    for name in ("pick", "place"):
+        for stage in ("navigate", name):
+            begins = len(env.path) - 1
+            if stage == "navigate" and stage in policies:
+                well = run_navigate(env, policies[stage], env.object if name == "pick" else env.place)
+            elif stage != "navigate":
+                well = run_skill(env, policies[stage], stage)
+            else:
+                continue
+            stages.append((stage, well and all(done for _, done, _ in stages), np.array(env.path[begins:])))
+        if not env.holds and name == "pick":
+            break
+    return stages

@@ -1,0 +1,127 @@
+"""Chained skills, with and without a base that moves, and navigation that nobody asked for (VER section 6).
+
+    python tests/benchmarks/rearrange.py train --folder F                    four skills, three seeds each; half an hour
+    python tests/benchmarks/rearrange.py chain --folder F --navigate FILE    FILE: checkpoint.pt of a run of `pointnav`
+    python tests/benchmarks/rearrange.py table                               prints the tables of notebooks/README.md
+
+Every skill is trained by the command in COMMAND. Seeds are chained with their like, and the same PointNav agent, in unseen
+flats. What comes out is kept in notebooks/results/rearrange.json, which notebook 8 draws.
+"""
+
+import argparse
+import json
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+from results import draw, dump, machine, run_command
+
+from notebooks import chain
+
+COMMAND = "python ver_ppo.py --env-id notebooks.rearrange:{}-v0 --target-entropy 0 --ent-coef 1e-3 --total-timesteps 300000"
+SKILLS = "Pick", "Place", "PickArm", "PlaceArm"
+FAR_M = (0.5, 1.0), (1.0, 2.0), (2.0, 3.0), (3.0, 4.0), (4.0, 6.0), (6.0, 9.0)
+CHAINS = {"with base": "", "arm alone": "Arm", "with base, no Navigate": ""}
+FILE = draw.RESULTS / "rearrange.json"
+
+
+def train_all(args):
+    """Every skill from every seed; what is there already is not trained again."""
+    found = json.loads(FILE.read_text()) if FILE.exists() else {"machine": machine(), "own": {}}
+    for seed in args.seeds:
+        for skill in SKILLS:
+            folder = args.folder / f"{skill}_{seed}"
+            if not list(folder.glob("*/checkpoint.pt")):
+                _, evaluation = run_command(f"{COMMAND.format(skill)} --seed {seed}", str(folder))
+                found["own"].setdefault(skill, {})[str(seed)] = evaluation["success"][0]
+                FILE.write_text(dump(found) + "\n")
+                print(skill, seed, evaluation, flush=True)
+
+
+def load(folder, skill, seed):
+    """A trained skill."""
+    return draw.load_policy(next((folder / f"{skill}_{seed}").iterdir()))[0]
+
+
+def chains(how, seed, args):
+    """The share of episodes in which all went well until the end of each stage, and the first whole chain."""
+    draw.setup()
+    policies = {name: load(args.folder, name.capitalize() + CHAINS[how], seed) for name in ("pick", "place")}
+    if "no Navigate" not in how:
+        policies["navigate"] = draw.load_policy(args.navigate.parent)[0]
+    well, whole = np.zeros((args.episodes, 4 if "navigate" in policies else 2)), None
+    for episode in range(args.episodes):
+        env = chain.begin(episode)
+        starts = [env.object.tolist(), env.place.tolist()]
+        stages = chain.run_chain(env, policies)
+        well[episode, : len(stages)] = [done for _, done, _ in stages]
+        if whole is None and well[episode].all():
+            paths = [[name, np.round(path, 3).tolist()] for name, _, path in stages]
+            whole = {
+                "boxes": np.round(env.plan.boxes_K4, 3).tolist(),
+                "walls": env.plan.num_walls,
+                "size": env.plan.size.tolist(),
+            }
+            whole |= {"object": starts[0], "place": starts[1], "stages": paths}
+    return well.mean(axis=0).tolist(), whole
+
+
+def far(seed, args):
+    """Success of Pick, with the base, over the distance from which it starts."""
+    draw.setup()
+    policy, success = load(args.folder, "Pick", seed), []
+    for far_m in FAR_M:
+        envs = (chain.begin(1000 + episode, far_m=far_m) for episode in range(args.episodes))
+        success.append(float(np.mean([chain.run_skill(env, policy, "pick") for env in envs])))
+    return success
+
+
+def chain_all(args):
+    """All chains and distances, in two processes."""
+    found, context = json.loads(FILE.read_text()), get_context("spawn")
+    with ProcessPoolExecutor(2, mp_context=context) as pool:
+        jobs = {how: [pool.submit(chains, how, seed, args) for seed in args.seeds] for how in CHAINS}
+        distances = [pool.submit(far, seed, args) for seed in args.seeds]
+        found |= {"episodes": args.episodes, "far_m": FAR_M, "far": [job.result() for job in distances]}
+        found["chains"] = {how: [job.result()[0] for job in each] for how, each in jobs.items()}
+        found["path"] = next((job.result()[1] for job in jobs["with base"] if job.result()[1]), None)
+    FILE.write_text(dump(found) + "\n")
+
+
+def spread(values, digits=2):
+    """Mean and range."""
+    return f"{np.mean(values):.{digits}f} ({min(values):.{digits}f}–{max(values):.{digits}f})"
+
+
+def table():
+    """Success on the skills' own task and after every stage of the chain; and of Pick over distance."""
+    found, lines = (
+        json.loads(FILE.read_text()),
+        ["| | Pick | Place | Navigate | Pick | Navigate | Place |", "|---|---|---|---|---|---|---|"],
+    )
+    for how, suffix in CHAINS.items():
+        own = [spread(list(found["own"][name + suffix].values())) for name in ("Pick", "Place")]
+        stages = [spread(stage) for stage in zip(*found["chains"][how])]
+        stages = stages if len(stages) == 4 else ["–", stages[0], "–", stages[1]]
+        lines.append(f"| {how} | {' | '.join([*own, *stages])} |")
+    far_m = [f"{low:g}–{high:g} m" for low, high in found["far_m"]]
+    lines += ["", f"| {' | '.join(['', *far_m])} |", "|---" * (1 + len(far_m)) + "|"]
+    lines.append(f"| Pick with base | {' | '.join(spread(bin) for bin in zip(*found['far']))} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("train", "chain", "table"))
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--navigate", type=Path)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--episodes", type=int, default=100)
+    arguments = parser.parse_args()
+    if arguments.what == "train":
+        train_all(arguments)
+    elif arguments.what == "chain":
+        chain_all(arguments)
+    else:
+        print(table())

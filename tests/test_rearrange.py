@@ -1,0 +1,136 @@
+"""Mobile manipulation: the tasks can be done, and only by doing them; what the planner chains."""
+
+import math
+
+import numpy as np
+import pytest
+from gymnasium.utils.env_checker import check_env
+
+import ver_ppo
+from notebooks import chain, pointnav, rearrange
+from notebooks.draw import shortest_path
+from tests.test_run import run_here
+
+
+class Arm:
+    """Does a skill by what is observed: turn the arm to the goal, reach for it, close or open the gripper, stop."""
+
+    def __init__(self, name):
+        self.name = name
+
+    def act(self, observation):
+        (distance, cos, sin), (length, swing, holds) = observation["goal"], observation["arm"]
+        angle = math.atan2(sin, cos)
+        reached = math.dist((distance * cos, distance * sin), (length * math.cos(swing), length * math.sin(swing))) < 0.09
+        closed, stopped = (reached or holds, holds) if self.name == "pick" else (holds and not reached, not holds)
+        move = (distance - length) / rearrange.ARM_M, (angle - swing) / rearrange.ARM_RAD
+        return np.array([*move, 1 if closed else -1, 1 if stopped else -1, 0, 0], np.float32)
+
+
+class Legs:
+    """Follows the shortest path to where the planner wants it."""
+
+    def __init__(self, env):
+        self.env = env
+
+    def act(self, observation):
+        env, distance = self.env, observation["goal"][0]
+        if distance < 0.15:
+            return [0]
+        angle = math.atan2(observation["goal"][2], observation["goal"][1]) + env.heading
+        goal_2 = env.position + distance * np.array([math.cos(angle), math.sin(angle)])
+        env.goal = goal_2
+        env.aim(goal_2)
+        offset = shortest_path(env)[1] - env.position
+        turn = (math.atan2(offset[1], offset[0]) - env.heading + math.pi) % (2 * math.pi) - math.pi
+        return [1 if abs(turn) < math.radians(5.1) else 2 if turn > 0 else 3]
+
+
+def small(skill="pick", base=True):
+    return rearrange.Rearrange(skill, base, "val", image_size=8)
+
+
+@pytest.mark.parametrize("name", ["Pick", "Place", "PickArm", "PlaceArm"])
+def test_skills(name):
+    """Each is a Gymnasium environment that can be done by the arm alone, within reach; rewards add up to what was gained."""
+    env = ver_ppo.make_env(ver_ppo.Options(env_id=f"notebooks.rearrange:{name}-v0", image_size=8), "val")
+    check_env(env.unwrapped, skip_render_check=True)
+    for seed in range(50):
+        (observation, _), skill, total, ended = env.reset(seed=seed), Arm(env.unwrapped.skill), 0.0, False
+        begun = env.unwrapped.measure()
+        assert rearrange.STARTS_M[0] <= observation["goal"][0] <= rearrange.STARTS_M[1]
+        while not ended:
+            action = skill.act(observation)[: env.action_space.shape[0]]
+            observation, reward, terminated, truncated, info = env.step(action)
+            total, ended = total + reward, terminated or truncated
+        assert info["success"] == 1.0 and env.unwrapped.steps < 20
+        gained = env.unwrapped.measure() - begun - 0.01 * env.unwrapped.steps + 2.5
+        assert total == pytest.approx(gained)
+
+
+def test_only_by_doing():
+    """Stopping without the object, or with it where it does not belong, is no success; who lets go has lost it."""
+    stop = np.array([0, 0, 1, 1, 0, 0], np.float32)
+    for skill in ("pick", "place"):
+        env = small(skill)
+        env.reset(seed=0)
+        *_, terminated, _, info = env.step(stop)
+        assert terminated and info["success"] == 0.0
+    env = small("place")
+    env.reset(seed=0)
+    rewards = [env.step(np.array([0, 0, grip, -1, 0, 0]))[1] for grip in (1, -1, 1)]
+    assert not env.holds or math.dist(env.object, env.gripper) == 0
+    env.object = env.place
+    assert rewards[0] == pytest.approx(-0.01)
+    env = small("pick")
+    env.reset(seed=0)
+    env.object = env.gripper
+    env.score = env.measure()
+    gained = [env.step(np.array([0, 0, grip, -1, 0, 0]))[1] for grip in (1, -1, 1)]
+    assert gained == pytest.approx([0.99, -1.01, 0.99])  # what lies within reach can be grasped again
+    assert not env.step(np.array([0, 0, 1, -1, 1, 1]))[2] and math.dist(env.object, env.gripper) == 0  # it comes along
+
+
+def test_the_arm_ends_at_walls():
+    """The gripper never reaches into a wall or a piece of furniture."""
+    env, rng = small(), np.random.default_rng(0)
+    for seed in range(20):
+        env.reset(seed=seed)
+        for _ in range(20):
+            env.step(np.array([1, rng.uniform(-1, 1), -1, -1, rng.uniform(-1, 1), rng.uniform(-1, 1)]))
+            assert not pointnav.overlaps(np.tile(env.gripper, 2), env.plan.boxes_K4).any()
+
+
+@pytest.mark.parametrize("navigate", [True, False])
+def test_chain(monkeypatch, navigate):
+    """Fetch and carry by skills that never fail: Navigate ends 0.6 m before its target; without it, the arm cannot reach."""
+    monkeypatch.setattr(chain, "Skill", lambda skill: skill)
+    whole = 0
+    for seed in range(12):
+        env = chain.begin(seed, image_size=8)
+        object_2, place_2 = env.object, env.place
+        assert env.waypoints(env.position).min() >= 1 and math.dist(object_2, place_2) > 0
+        policies = {"pick": Arm("pick"), "place": Arm("place")} | ({"navigate": Legs(env)} if navigate else {})
+        stages = chain.run_chain(env, policies)
+        names = [name for name, _, _ in stages]
+        assert names == ["navigate", "pick", "navigate", "place"][: len(stages)] if navigate else names == ["pick"]
+        if navigate:
+            assert math.dist(stages[0][2][-1], object_2) < 0.6 + 0.25
+            assert all(math.dist(one[2][-1], other[2][0]) < 1e-9 for one, other in zip(stages, stages[1:]))
+        if stages[-1][0] == "place" and stages[-1][1]:
+            whole += 1
+            assert math.dist(env.object, place_2) <= rearrange.PLACE_M and not env.holds
+    assert whole >= 6 if navigate else whole == 0
+
+
+def test_skill_runs(tmp_path):
+    """A policy trained by ver_ppo.py acts in the chain; its memory begins empty with each skill."""
+    folder = run_here(tmp_path, "--env-id notebooks.rearrange:Pick-v0 --image-size 16 --num-workers 0 --total-timesteps 128")
+    policy = ver_ppo.make_policy(
+        ver_ppo.describe_env(options := ver_ppo.Options(**ver_ppo.load_checkpoint(folder / "checkpoint.pt")["options"])),
+        options,
+    )
+    env = chain.begin(0, image_size=16)
+    assert chain.run_skill(env, policy, "pick") in (True, False) and 0 < env.steps <= rearrange.STEP_LIMIT
+    skill = chain.Skill(policy)
+    assert not skill.state.any() and skill.act(env.observe()).shape == (6,) and skill.state.any()
