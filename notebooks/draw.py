@@ -146,7 +146,7 @@ def transfer_curves(runs, tasks):
         for color, (variant, found) in zip(COLORS, runs[task].items()):
             steps, values_KX = curves({"runs": found}, "charts/episodic_return")
             band(axis, steps / 1e3, values_KX, color, variant)
-        axis.set(xlabel="thousand steps", title=f"{task}: {what}, last 100 training episodes")
+        axis.set(xlabel="thousand steps", ylabel=what, title=f"{task}, last 100 training episodes")
     figure.legend(*axes[0].get_legend_handles_labels(), ncol=3, frameon=False, loc="outside lower center")
     return figure
 

@@ -22,7 +22,6 @@ VARIANTS = {  # what is taken from the checkpoint
     "from scratch": "",
     "frozen encoder, policy anew": "--init-from {} --freeze-encoder --reset-policy",
     "frozen encoder, policy fine-tuned": "--init-from {} --freeze-encoder --reset-critic",
-    "everything fine-tuned": "--init-from {} --reset-critic",
     "neural controller": "--controller {}",
 }
 FILE = draw.RESULTS / "transfer.json"
