@@ -151,6 +151,40 @@ def transfer_curves(runs, tasks):
     return figure
 
 
+def family_tree(axis, decisions):
+    """Who goes on from whom: a lane for each member, in the colour of the member whose first weights its own descend from; an
+    arrow where it takes over, a dot where it mutates. `decisions`: a list for each member, in order of steps."""
+    ancestor = {member: [(0, member)] for member in range(len(decisions))}  # member -> (since this step, whose weights)
+
+    def weights_of(member, step):
+        return [whose for since, whose in ancestor[member] if since <= step][-1]
+
+    for line in sorted((line for member in decisions for line in member), key=lambda line: (line["step"], line["member"])):
+        if line["decision"] == "takes over":
+            step, donor = line["step"], line["from"]
+            their_step = line["others"][str(donor)][0]
+            ancestor[line["member"]].append((step, weights_of(donor, their_step)))
+            arrow = {"arrowstyle": "->", "color": DARK, "lw": 1}
+            axis.annotate("", (step, line["member"]), (their_step, donor), arrowprops=arrow)
+        elif line["decision"] == "mutates":
+            axis.plot(line["step"], line["member"], "o", color="white", mec=DARK, ms=5, zorder=3)
+    last = max(member[-1]["step"] for member in decisions)
+    for member, since in ancestor.items():
+        for (begin, whose), end in zip(since, [*(step for step, _ in since[1:]), last]):
+            axis.plot([begin, end], [member, member], color=COLORS[whose], lw=5, solid_capstyle="butt")
+    axis.set(yticks=range(len(decisions)), ylim=(len(decisions) - 0.5, -0.5), ylabel="member", xlabel="steps")
+    return {member: since[-1][1] for member, since in ancestor.items()}
+
+
+def schedules(axis, decisions, name):
+    """How an option has evolved in each member, on a logarithmic scale."""
+    for color, member in zip(COLORS, decisions):
+        steps = [0, *(line["step"] for line in member for _ in range(2))]
+        values = [member[0]["options"][name], *(part[name] for line in member for part in (line["options"], line["to"]))]
+        axis.plot(steps, values, color=color, label=f"member {member[0]['member']}")
+    axis.set(yscale="log", xlabel="steps", ylabel=name)
+
+
 # ------------------------------------------------------------------------------------------------------------ PointNav
 
 

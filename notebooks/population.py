@@ -15,6 +15,8 @@ later, die, and come back by the same command line. After every --evolve-interva
     FOLDER/0/pointnav__ver__.../          its run folder
 """
 
+import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -179,6 +181,8 @@ def join(options):
     seed = ver_ppo.derive_seed(options.seed, options.member)
     options = replace(options, runs_dir=str(folder), seed=seed, checkpoint_interval=options.evolve_interval)
     found = sorted(folder.glob("*/checkpoint.pt"), key=os.path.getmtime)
+    if options.resume:  # a run that was on its own becomes a member
+        found = [Path(options.resume) / "checkpoint.pt"]
     if not found:
         return options
     saved = ver_ppo.load_checkpoint(found[-1])["options"]
@@ -186,11 +190,26 @@ def join(options):
     return replace(options, **begun, **{name: saved[name] for name in BOUNDS})
 
 
+@contextlib.contextmanager
+def only_one(options):
+    """Around a member's life: nobody else has its number (of many ranks, the first sees to that). Raises UserError."""
+    folder = Path(options.population) / str(options.member)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(folder / "lock", "w") as file:
+            if os.environ.get("RANK", "0") == "0":
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield
+    except BlockingIOError:
+        raise ver_ppo.UserError(f"--member {options.member} of {options.population} is running: give another one") from None
+
+
 def train_member(options, train):
     """Train as a member of a population, to the end. Returns the exit status."""
-    while True:
-        try:
-            train(join(options))
-            return 0
-        except Evolved:
-            pass
+    with only_one(options):
+        while True:
+            try:
+                train(join(options))
+                return 0
+            except Evolved:
+                pass

@@ -14,6 +14,7 @@ import torch
 from conftest import ROOT
 
 import ver_ppo
+from notebooks import population
 from notebooks.population import BOUNDS, Entry, evolve, mutate
 from tests.test_multigpu import free_port, start, stop
 from tests.test_run import one_line, run_here, same, saved
@@ -153,6 +154,18 @@ def test_takes_over_weights(tmp_path):
     assert 0.5e-2 < options.learning_rate < 2e-2 and saved(run)["step"] == 192
 
 
+def test_a_run_becomes_a_member(tmp_path):
+    """--resume beside --population: it stays in its folder, by what it evolves."""
+    assert member(tmp_path, 0, "--learning-rate 1e-2", steps=256) == 0
+    for path in (tmp_path / "p" / "0").glob("*.pt"):
+        torch.save(ver_ppo.load_checkpoint(path) | {"recent": [[500.0, 500.0]]}, path)
+    run = run_here(tmp_path / "own", "--env-id CartPole-v1 --num-workers 0 --total-timesteps 64 --learning-rate 1e-30")
+    assert member(tmp_path, 1, f"--resume {run}", steps=320) == 0
+    content, (line, *_) = saved(run), decisions(tmp_path, 1)
+    assert content["step"] == 320 and line["decision"] == "takes over"
+    assert content["options"]["learning_rate"] == decisions(tmp_path, 1)[-1]["to"]["learning_rate"] > 1e-3
+
+
 def test_many_ranks(tmp_path):
     """A member may be many ranks: the first decides, and all start again from what it has taken over."""
     assert member(tmp_path, 0, "--learning-rate 1e-2", steps=128) == 0
@@ -210,7 +223,15 @@ def test_unreadable_entries(tmp_path, capsys):
 def test_refusals(tmp_path, capsys, line, word):
     """In one line, before anything is written."""
     one_line(capsys, f"--env-id CartPole-v1 --population {tmp_path}/p {line}".split(), word)
-    assert not (tmp_path / "p").exists()
+    assert not list(tmp_path.glob("p/*/CartPole*"))
+
+
+def test_one_process_for_each_number(tmp_path, capsys):
+    """While a member is running, another process with its number is refused; afterwards it may go on."""
+    here = ver_ppo.Options(population=str(tmp_path / "p"), member=1)
+    with population.only_one(here):
+        one_line(capsys, f"{LINE} --population {tmp_path}/p --member 1".split(), "--member 1 of")
+    assert member(tmp_path, 1, steps=64) == 0
 
 
 def test_four_processes(tmp_path):
