@@ -132,14 +132,14 @@ class Options:
     freeze_encoder: bool = False  # with --init-from: the image encoders do not learn
     reset_critic: bool = False  # with --init-from: take all weights but the critic's
     reset_policy: bool = False  # with --init-from: take the encoders' weights alone
-    controller: str | None = None  # checkpoint file of a PointNav agent that does what a new one, its planner, wants
+    controller: str | None = None  # checkpoint file of a PointNav agent, kept as it is; a planner learns where to send it
     # folder of a population of runs: from time to time, the worst take over from the best, and vary their options
     population: str | None = None
     population_size: int = 4  # P, runs in it
-    member: int = 0  # which of them this is, 0 .. P - 1; by the same number it comes back
-    evolve_interval: int = 100_000  # steps between its comparisons with the others
-    evolve_after: int = 0  # steps before the first one
-    evolve_by: str = "return"  # what is compared: `return`, or a metric, of the last 100 episodes
+    member: int = 0  # number of this run, 0 .. P - 1; started again by the same number, it goes on
+    evolve_interval: int = 100_000  # steps between its checkpoints and comparisons with the others
+    evolve_after: int = 0  # steps before the first comparison
+    evolve_by: str = "return"  # what is compared, the larger the better: `return`, or a metric, of the last 100 episodes
     eval_episodes: int = 200  # episodes of the evaluation (0: none)
     greedy: bool = False  # evaluate with the most probable action instead of a sampled one
     capture_video: bool = False  # write a gif of three evaluation episodes
@@ -1496,7 +1496,7 @@ def check_rollout(rollout, version, lag=0):
 
 # --------------------------------------------------------------------------------------- Run folder
 # Adds what a run leaves behind: options.json, TensorBoard events, checkpoint.pt, a trace, an evaluation, a video; and what
-# it does on signals. The lesson calls `Run`.
+# it does on signals. The lesson calls `Run` and `make_policy`.
 
 CHECKPOINT_FORMAT = 4
 SEED_OF_LEARNER, SEED_OF_COLLECTOR = 2, 3  # first numbers of derive_seed; environments have 0 (train) and 1 (val)
@@ -1518,6 +1518,20 @@ def load_checkpoint(path):
     if not known:
         raise UserError(f"{path} is not a checkpoint of this program")
     return content
+
+
+def write_checkpoint(content, path):
+    """Atomically: a crash leaves the old file or the new one. Raises OSError or RuntimeError (torch) if the disk is full."""
+    temporary = path.with_suffix(".tmp")
+    try:
+        with open(temporary, "wb") as file:
+            torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except (OSError, RuntimeError):
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def load_policy(policy, path):
@@ -1553,7 +1567,7 @@ def make_policy(spec, options):
 
 
 class Run:
-    """A run folder, counters, progress bar. What was learned before (--resume, --init-from) is put in place first."""
+    """A run folder, counters, progress bar. What was learned before is put in place first."""
 
     def __init__(self, options, spec, policy, optimizer):
         self.options, self.spec, self.policy, self.optimizer = options, spec, policy, optimizer
@@ -1712,19 +1726,14 @@ class Run:
             self.writer = None
 
     def save(self):
-        """Write the checkpoint, atomically: a crash leaves the old file or the new one. Only tensors and plain
-        types, so that it loads with weights_only=True and a foreign file can execute nothing."""
+        """Write the checkpoint: only tensors and plain types, so that it loads with weights_only=True and a foreign file can
+        execute nothing."""
         content = {"format": CHECKPOINT_FORMAT, "options": asdict(self.options), "policy": self.policy.state_dict()}
         content |= {"optimizer": self.optimizer.state_dict(), "step": self.step, "update": self.update}
-        temporary, self.saved_step, self.unsaved = self.folder / "checkpoint.tmp", self.step, None
+        self.saved_step, self.unsaved = self.step, None
         try:
-            with open(temporary, "wb") as file:
-                torch.save(content | {"recent": list(self.recent)}, file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, self.folder / "checkpoint.pt")
-        except (OSError, RuntimeError) as error:  # torch.save raises either when a disk is full
-            temporary.unlink(missing_ok=True)
+            write_checkpoint(content | {"recent": list(self.recent)}, self.folder / "checkpoint.pt")
+        except (OSError, RuntimeError) as error:
             self.unsaved = str(error).splitlines()[0][:200]
             self.bar.write(f"checkpoint of step {self.step} not written, the one before stays: {self.unsaved}")
 
@@ -1859,7 +1868,7 @@ def check_options(options):
     for name in f"{amounts} evolve_after".split():
         if not (getattr(o, name) == "auto" or 0 <= getattr(o, name) < 2**63):
             refuse(o, name, "must be 0 or more")
-    steps, pointnav = f"--num-steps x --num-envs = {o.rollout_steps}", o.env_id.startswith(("pointnav", "notebooks."))
+    steps, pointnav = f"--num-steps x --num-envs = {o.rollout_steps}", o.env_id.startswith(("pointnav", "notebooks.tasks"))
     habitat = o.env_id.endswith(".yaml") or pointnav and o.simulator != "builtin"
     for holds, name, message in [
         (0 <= o.gamma <= 1, "gamma", "must be within 0..1"),
@@ -1916,7 +1925,7 @@ def describe_env(options):
     known = isinstance(spec.action, spaces.Box) and np.issubdtype(spec.action.dtype, np.floating) and spec.action_dims
     if not known and not isinstance(spec.action, (spaces.Discrete, spaces.MultiDiscrete)):
         raise UserError(f"the action is {spec.action}: only Discrete, MultiDiscrete and Box of floats are supported")
-    if options.evolve_by not in spec.episode_columns:
+    if options.population and options.evolve_by not in spec.episode_columns:
         refuse(options, "evolve_by", f"is not measured here: {', '.join(spec.episode_columns)} are")
     return spec
 

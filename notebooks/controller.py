@@ -24,7 +24,7 @@ import ver_ppo
 
 
 class Given(nn.Module):
-    """In place of an encoder: features that were computed before."""
+    """In place of an encoder, whose features were computed before, once for planner and controller."""
 
     def __init__(self, key, out_features):
         super().__init__()
@@ -35,7 +35,8 @@ class Given(nn.Module):
 
 
 class Planner(ver_ppo.Policy):
-    """A policy whose action is a goal for the controller: distance in m, cosine and sine of the bearing (not normalized)."""
+    """A policy whose `heads` give a goal instead of a distribution: distance in m, cosine and sine of the bearing (of any
+    length)."""
 
     def __init__(self, spec, options):
         super().__init__(spec, options)
@@ -58,9 +59,9 @@ class NeuralController(nn.Module):
         self.controller, seen = ver_ppo.Policy(spec, options), copy.copy(spec)
         seen.observations = {key: space for key, space in spec.observations.items() if key != "goal"}
         self.planner, self.encoders = Planner(seen, options), nn.ModuleDict()
-        for key in seen.observations:
+        for key, encoder in self.planner.encoders.items():
             self.encoders[key] = self.controller.encoders[key]
-            self.controller.encoders[key] = self.planner.encoders[key] = Given(key, options.hidden_size)
+            self.controller.encoders[key] = self.planner.encoders[key] = Given(key, encoder.out_features)
         self.encoders.requires_grad_(False), self.controller.requires_grad_(False)
         layers, hidden = self.controller.state_shape
         self.state_shape = 2 * layers, hidden

@@ -19,12 +19,10 @@ import contextlib
 import fcntl
 import json
 import os
-import shutil
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import torch
 
 import ver_ppo
 
@@ -42,7 +40,7 @@ BOUNDS = {  # of the options that evolve
 
 @dataclass(frozen=True)
 class Entry:
-    """What a member had reached after `step` steps: the mean of --evolve-by over its last episodes, by these options."""
+    """A member's score after `step` steps, the mean of --evolve-by over its last episodes, and its options."""
 
     member: int
     step: int
@@ -57,9 +55,14 @@ def mutate(options, rng):
     for name, (low, high) in BOUNDS.items():
         wanted, factor, up = rng.random() < PROBABILITY, rng.uniform(1.1, 1.5), rng.random() < 0.5
         value, factor = options[name], factor if up else 1 / factor
-        if wanted and value:
-            new = {"gamma": 1 - (1 - value) * factor, "update_epochs": value + (1 if up else -1)}.get(name, value * factor)
-            changed[name] = min(max(new, low), high)
+        if name == "gamma":
+            value = 1 - (1 - value) * factor
+        elif name == "update_epochs":
+            value += 1 if up else -1
+        else:
+            value *= factor
+        if wanted and options[name]:
+            changed[name] = min(max(value, low), high)
     return changed
 
 
@@ -74,7 +77,7 @@ def evolve(own, others, rng):
 
     A pure function: the same entries and the same state of the random generator, the same decision.
     """
-    ranked = sorted([*others, own], key=lambda entry: (-entry.score, entry is own, entry.member))  # of equals it is the last
+    ranked = sorted([*others, own], key=lambda entry: (-entry.score, entry.member))
     few, gap = max(1, round(SHARE * len(ranked))), ranked[0].score - own.score
     if gap == 0 or own not in ranked[-few:]:
         return "goes on", None, own.options
@@ -85,38 +88,33 @@ def evolve(own, others, rng):
     return "takes over", donor.member, mutate(donor.options, rng)
 
 
-def read_entry(path, member, column, shapes=None):
-    """The entry in a file, and the file's content; None if no episode had ended by then. Raises UserError if it cannot be
-    read, or `shapes` are given and its network is another one."""
-    content = ver_ppo.load_checkpoint(path)
-    if shapes is not None and {name: tensor.shape for name, tensor in content["policy"].items()} != shapes:
-        raise ver_ppo.UserError(f"{path} belongs to another network")
-    if not content["recent"]:
-        return None, content
+def read_entry(content, member, column):
+    """The entry that a checkpoint's content is; None if there is no score yet."""
+    scores = np.array(content["recent"])[:, column] if content["recent"] else np.array([np.nan])
+    known = scores[np.isfinite(scores)]
     options = {name: content["options"][name] for name in BOUNDS}
-    return Entry(member, content["step"], float(np.array(content["recent"])[:, column].mean()), options), content
+    return Entry(member, content["step"], float(known.mean()), options) if len(known) else None
 
 
-def replace_file(path, write):
-    """Let `write` write a file, and put it in place at once: others see the old one or the new one."""
-    temporary = path.with_suffix(".tmp")
-    write(temporary)
-    os.replace(temporary, path)
-
-
-def newest_entries(run, column):
-    """Of every other member the newest entry with no more steps than the run, with its path. What cannot be read, or is of
-    another network, is skipped with a line."""
-    found, folder, shapes = [], Path(run.options.population), {k: v.shape for k, v in run.policy.state_dict().items()}
+def read_others(run):
+    """Of every other member the content of the newest entry with no more steps than the run. What cannot be read, or is of
+    another environment or network, is skipped with a line."""
+    found, shapes = {}, {name: tensor.shape for name, tensor in run.policy.state_dict().items()}
     for member in set(range(run.options.population_size)) - {run.options.member}:
-        steps = [path for path in folder.glob(f"{member}/*.pt") if path.stem.isdigit() and int(path.stem) <= run.step]
+        files = Path(run.options.population).glob(f"{member}/*.pt")
+        steps = {int(path.stem): path for path in files if path.stem.isdigit() and int(path.stem) <= run.step}
         try:
             if steps:
-                path = max(steps, key=lambda path: int(path.stem))
-                found.append((read_entry(path, member, column, shapes)[0], path))
+                path = steps[max(steps)]
+                content = ver_ppo.load_checkpoint(path)
+                if {name: tensor.shape for name, tensor in content["policy"].items()} != shapes:
+                    raise ver_ppo.UserError(f"{path} is of another network")
+                if content["options"].get("env_id") != run.options.env_id or not content["options"].keys() >= BOUNDS.keys():
+                    raise ver_ppo.UserError(f"{path} is of another environment or version")
+                found[member] = content
         except ver_ppo.UserError as error:
             run.bar.write(f"skipped: {error}")
-    return [(entry, path) for entry, path in found if entry]
+    return found
 
 
 class Evolved(Exception):
@@ -124,9 +122,11 @@ class Evolved(Exception):
 
 
 def review(run):
-    """Compare a run that has just saved a checkpoint; of many ranks, rank 0 does it. Raises Evolved in all of them."""
-    evolved = run.folder is not None and publish_and_decide(run)
-    if run.ranks.gather(evolved)[0] if hasattr(run, "ranks") else evolved:
+    """Compare a run that has just saved a checkpoint; of many ranks, rank 0 does it. Raises Evolved in all of them. After a
+    signal, training ends as it always does."""
+    evolved, ranks = run.folder is not None and publish_and_decide(run), getattr(run, "ranks", None)
+    evolved_R, signal_R = zip(*(ranks.gather((evolved, run.signal)) if ranks else [(evolved, run.signal)]))
+    if evolved_R[0] and not any(signal_R):
         raise Evolved
 
 
@@ -138,54 +138,54 @@ def publish_and_decide(run):
     try:
         if run.unsaved:
             return False
-        replace_file(folder / f"{run.step:012}.pt", lambda path: shutil.copyfile(checkpoint, path))
-        own, content = read_entry(checkpoint, options.member, column)
+        content = ver_ppo.load_checkpoint(checkpoint)
+        ver_ppo.write_checkpoint(content, folder / f"{run.step:012}.pt")
+        own = read_entry(content, options.member, column)
         if not own or not options.evolve_after <= run.step < options.total_timesteps:
             return False
-        others = newest_entries(run, column)
-        rng = np.random.default_rng([options.seed, run.step])
-        decision, donor, evolved = evolve(own, [entry for entry, _ in others], rng)
-        line = asdict(own) | {"decision": decision, "from": donor, "to": evolved}
-        line["others"] = {entry.member: [entry.step, entry.score] for entry, _ in others}
-        with open(folder / "decisions.jsonl", "a") as file:
-            file.write(json.dumps(line) + "\n")
-        best = max([own, *(entry for entry, _ in others)], key=lambda entry: entry.score)
-        news = [
-            f"{name} {own.options[name]:.3g} -> {evolved[name]:.3g}" for name in BOUNDS if evolved[name] != own.options[name]
-        ]
-        whom = "" if donor is None else f" member {donor}"
-        standing = (
-            f"{options.evolve_by} {own.score:.4g}, the best of {1 + len(others)} has {best.score:.4g} (member {best.member})"
-        )
-        run.bar.write(f"member {options.member}, step {run.step}: {standing}: {decision}{whom} {', '.join(news)}".rstrip())
-        if decision == "goes on":
-            return False
-        content["options"] |= evolved
-        if donor is not None:  # its episodes say nothing of what this one will do
-            path = next(path for entry, path in others if entry.member == donor)
-            content |= {
-                name: value for name, value in ver_ppo.load_checkpoint(path).items() if name in ("policy", "optimizer")
-            }
-            content["recent"] = []
-        replace_file(checkpoint, lambda path: torch.save(content, path))
-        return True
-    except (OSError, RuntimeError, ver_ppo.UserError) as error:  # a full disk; an entry that was deleted meanwhile
+        contents = read_others(run)
+        others = [entry for member, other in contents.items() if (entry := read_entry(other, member, column))]
+        decision, donor, evolved = evolve(own, others, np.random.default_rng([options.seed, run.step]))
+        if donor is not None:  # but its step, and its episodes, are not ours
+            content |= {name: contents[donor][name] for name in ("policy", "optimizer")} | {"recent": []}
+        if decision != "goes on":
+            content["options"] |= evolved
+            ver_ppo.write_checkpoint(content, checkpoint)
+        note(run, folder, own, others, decision, donor, evolved)
+        return decision != "goes on"
+    except (OSError, RuntimeError, ver_ppo.UserError) as error:  # a full disk
         run.bar.write(f"not compared with the population at step {run.step}: {str(error).splitlines()[0]}")
         return False
 
 
+def note(run, folder, own, others, decision, donor, evolved):
+    """Print a decision, and keep it in the folder."""
+    best = max([own, *others], key=lambda entry: entry.score)
+    scores = (
+        f"{run.options.evolve_by} {own.score:.4g}, the best of {1 + len(others)} has {best.score:.4g} (member {best.member})"
+    )
+    whom = "" if donor is None else f" member {donor}"
+    news = [f"{name} {own.options[name]:.3g} -> {new:.3g}" for name, new in evolved.items() if new != own.options[name]]
+    run.bar.write(f"member {own.member}, step {own.step}: {scores}: {decision}{whom} {', '.join(news)}".rstrip())
+    line = asdict(own) | {"others": {entry.member: [entry.step, entry.score] for entry in others}}
+    with open(folder / "decisions.jsonl", "a") as file:
+        file.write(json.dumps(line | {"decision": decision, "from": donor, "to": evolved}) + "\n")
+
+
 def join(options):
     """The options of a member: its own folder and seed; if it has been there before, going on from its checkpoint, by the
-    options that it had evolved."""
+    options that it had evolved. Raises UserError for a run of another environment, or from elsewhere."""
     folder = Path(options.population) / str(options.member)
+    if options.resume and Path(options.resume).resolve().parent != folder.resolve():
+        ver_ppo.refuse(options, "resume", "is no run of this member: give --init-from to begin with its weights")
     seed = ver_ppo.derive_seed(options.seed, options.member)
     options = replace(options, runs_dir=str(folder), seed=seed, checkpoint_interval=options.evolve_interval)
     found = sorted(folder.glob("*/checkpoint.pt"), key=os.path.getmtime)
-    if options.resume:  # a run that was on its own becomes a member
-        found = [Path(options.resume) / "checkpoint.pt"]
     if not found:
         return options
     saved = ver_ppo.load_checkpoint(found[-1])["options"]
+    if saved["env_id"] != options.env_id:
+        ver_ppo.refuse(options, "member", f"has learned {saved['env_id']} in {options.population}: give another folder")
     begun = {"resume": str(found[-1].parent), "init_from": None, "reset_critic": False, "reset_policy": False}
     return replace(options, **begun, **{name: saved[name] for name in BOUNDS})
 
@@ -194,14 +194,16 @@ def join(options):
 def only_one(options):
     """Around a member's life: nobody else has its number (of many ranks, the first sees to that). Raises UserError."""
     folder = Path(options.population) / str(options.member)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with open(folder / "lock", "w") as file:
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as file:
+        try:
             if os.environ.get("RANK", "0") == "0":
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            yield
-    except BlockingIOError:
-        raise ver_ppo.UserError(f"--member {options.member} of {options.population} is running: give another one") from None
+        except BlockingIOError:
+            ver_ppo.refuse(options, "member", f"is running already in {options.population}: give another one")
+        except OSError:  # a file system without locks
+            pass
+        yield
 
 
 def train_member(options, train):

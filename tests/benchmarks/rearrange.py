@@ -10,6 +10,7 @@ flats. What comes out is kept in notebooks/results/rearrange.json, which noteboo
 
 import argparse
 import json
+import shutil
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -31,10 +32,11 @@ def train_all(args):
     found = json.loads(FILE.read_text()) if FILE.exists() else {"machine": machine(), "own": {}}
     for seed in args.seeds:
         for skill in SKILLS:
-            folder = args.folder / f"{skill}_{seed}"
-            if not list(folder.glob("*/checkpoint.pt")):
+            folder, own = args.folder / f"{skill}_{seed}", found["own"].setdefault(skill, {})
+            if str(seed) not in own:
+                shutil.rmtree(folder, ignore_errors=True)  # of an interrupted run
                 _, evaluation = run_command(f"{COMMAND.format(skill)} --seed {seed}", str(folder))
-                found["own"].setdefault(skill, {})[str(seed)] = evaluation["success"][0]
+                own[str(seed)] = evaluation["success"][0]
                 FILE.write_text(dump(found) + "\n")
                 print(skill, seed, evaluation, flush=True)
 

@@ -68,6 +68,8 @@ if __name__ == "__main__":
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--total-timesteps", type=int, default=200_000)
     arguments = parser.parse_args()
+    if arguments.what == "run" and not arguments.checkpoint:
+        parser.error("give --checkpoint")
     if arguments.what == "run":
         train_all(arguments)
     elif arguments.what == "table":
