@@ -66,6 +66,7 @@ def run_skill(env, policy, name):
     while not ended:
         observation, _, terminated, truncated, info = env.step(skill.act(observation))
         ended = terminated or truncated
+    env.begin(name)  # folds the arm: the next one has learned from there
     return bool(info["success"])
 
 

@@ -222,12 +222,29 @@ def shortest_path(env):
     return points
 
 
+def flat(axis, boxes_K4, num_walls, size):
+    """Walls and furniture of a floor plan."""
+    for box, (x0, y0, x1, y1) in enumerate(boxes_K4):
+        axis.add_patch(Rectangle((x0, y0), x1 - x0, y1 - y0, color=DARK if box < num_walls else "#B0B0B0", lw=0))
+    axis.set(xlim=(-0.1, size[0] + 0.1), ylim=(-0.1, size[1] + 0.1), aspect="equal", xticks=[], yticks=[])
+
+
+def chain_view(axis, found):
+    """One whole chain from above: the way of each skill, where the object lay (ring) and where it belongs (square)."""
+    flat(axis, found["boxes"], found["walls"], found["size"])
+    for number, (name, path) in enumerate(found["stages"]):
+        color = {"navigate": SKY, "pick": ORANGE, "place": PURPLE}[name]
+        axis.plot(*np.array(path).T, "o-" if len(path) < 20 else "-", color=color, ms=3, lw=2, label=f"{number + 1} {name}")
+    axis.plot(*found["object"], "o", mfc="none", mec=RED, ms=9, mew=2)
+    axis.plot(*found["place"], "s", mfc="none", mec=RED, ms=9, mew=2)
+    axis.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
+
+
 def plan_view(axis, env):
     """A floor plan from above: the shortest path from the start, the path that was walked, and where it ended; around the
     goal a circle of 0.2 m."""
-    plan, start, end = env.plan, env.path[0], env.path[-1]
-    for box, (x0, y0, x1, y1) in enumerate(plan.boxes_K4):
-        axis.add_patch(Rectangle((x0, y0), x1 - x0, y1 - y0, color=DARK if box < plan.num_walls else "#B0B0B0", lw=0))
+    start, end = env.path[0], env.path[-1]
+    flat(axis, env.plan.boxes_K4, env.plan.num_walls, env.plan.size)
     env.position = start
     axis.plot(*np.array(shortest_path(env)).T, color=GREEN, lw=3, alpha=0.6)
     env.position = end
@@ -235,4 +252,3 @@ def plan_view(axis, env):
     axis.add_patch(plt.Circle(env.goal, SUCCESS_M, fill=False, edgecolor="black", lw=1))
     axis.plot(*start, "o", color=BLUE, ms=6)
     axis.plot(*end, "x", color=RED, ms=8, mew=2)
-    axis.set(xlim=(-0.1, plan.size[0] + 0.1), ylim=(-0.1, plan.size[1] + 0.1), aspect="equal", xticks=[], yticks=[])

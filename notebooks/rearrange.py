@@ -41,17 +41,18 @@ class Rearrange(PointNav):
     def reset(self, *, seed=None, options=None):
         """Begin an episode. `options["far_m"]` = (low, high): that far from the goal by the shortest path, in any direction,
         instead of within reach."""
-        self.length, self.swing, self.holds = REACH_M[0], 0.0, self.skill == "place"
-        self.object = self.place = np.zeros(2)
-        super().reset(seed=seed)  # draws a flat, and in it the goal
-        rng, far_m = self.np_random, (options or {}).get("far_m")
-        self.object = self.place = self.goal
-        found = False
-        while not found:
-            self.position, self.heading = self.anywhere(rng) if far_m else self.within_reach(rng)
-            found = not far_m or far_m[0] <= self.waypoints(self.position).min() <= far_m[1]
-        self.path = [self.position]
-        return self.begin(self.skill)
+        far_m = (options or {}).get("far_m")
+        self.holds = self.skill == "place"
+        while True:
+            self.object, self.length, self.swing = np.zeros(2), 0.0, 0.0  # PointNav's reset observes before all is there
+            self.place = self.object
+            super().reset(seed=seed)  # draws a flat, and in it the goal
+            self.object, self.place, rng, seed = self.goal, self.goal, self.np_random, None
+            for _ in range(64):  # not every flat has places so far from each other
+                self.position, self.heading = self.anywhere(rng) if far_m else self.within_reach(rng)
+                if not far_m or far_m[0] <= self.waypoints(self.position).min() <= far_m[1]:
+                    self.path = [self.position]
+                    return self.begin(self.skill)
 
     def anywhere(self, rng):
         """A free position in the flat, and a heading."""
@@ -69,8 +70,8 @@ class Rearrange(PointNav):
                 return points_P2[free_P][0], direction_P[free_P][0] + rng.uniform(-np.pi / 4, np.pi / 4)
 
     def begin(self, skill):
-        """Go on where the robot is with this skill. Returns observation and info, as `reset`."""
-        self.skill, self.steps = skill, 0
+        """Start this skill where the robot stands, with a folded arm. Returns observation and info, as `reset`."""
+        self.skill, self.steps, self.length, self.swing = skill, 0, REACH_M[0], 0.0
         self.object = self.gripper if self.holds else self.object
         self.score = self.measure()
         return self.observe(), {}

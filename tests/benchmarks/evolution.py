@@ -1,7 +1,7 @@
 """Whether a population finds the learning rate that nobody has told it: CartPole, rates drawn over three decades.
 
     python tests/benchmarks/evolution.py run      five populations of four, and twenty runs on their own
-    python tests/benchmarks/evolution.py table    prints what came out
+    python tests/benchmarks/evolution.py table    prints what came out; `picture` draws notebooks/pictures/population.png
 
 In each trial four learning rates are drawn from 10^-4.5 to 10^-1.5; the members of a population begin with them, and so do
 four runs on their own. Success is to reach what the tuned default reaches in as many steps of one run: its mean in
@@ -17,6 +17,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+import matplotlib
+import matplotlib.pyplot as plt
 import numpy as np
 from results import ROOT, command_of, draw, dump, machine
 
@@ -75,12 +77,27 @@ def table():
     return "\n".join(lines)
 
 
+def picture():
+    """Family tree and learning rates of the first population."""
+    matplotlib.use("Agg")
+    draw.setup()
+    decisions = json.loads(FILE.read_text())["trials"][0]["decisions"]
+    figure, axes = plt.subplots(1, 2, figsize=(9, 2.8), layout="constrained")
+    draw.family_tree(axes[0], decisions)
+    axes[0].set_title("weights: colour of the first ancestor")
+    draw.schedules(axes[1], decisions, "learning_rate")
+    axes[1].legend(frameon=False, fontsize=8)
+    figure.savefig(ROOT / "notebooks" / "pictures" / "population.png", dpi=90)
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("run", "table"))
+    parser.add_argument("what", choices=("run", "table", "picture"))
     parser.add_argument("--trials", type=int, default=5)
     arguments = parser.parse_args()
     if arguments.what == "run":
         result = {"machine": machine(), "trials": [trial(1 + number) for number in range(arguments.trials)]}
         FILE.write_text(dump(result) + "\n")
+    if arguments.what == "picture":
+        picture()
     print(table())

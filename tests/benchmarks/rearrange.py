@@ -3,6 +3,7 @@
     python tests/benchmarks/rearrange.py train --folder F                    four skills, three seeds each; half an hour
     python tests/benchmarks/rearrange.py chain --folder F --navigate FILE    FILE: checkpoint.pt of a run of `pointnav`
     python tests/benchmarks/rearrange.py table                               prints the tables of notebooks/README.md
+    python tests/benchmarks/rearrange.py picture                             draws notebooks/pictures/chain.png
 
 Every skill is trained by the command in COMMAND. Seeds are chained with their like, and the same PointNav agent, in unseen
 flats. What comes out is kept in notebooks/results/rearrange.json, which notebook 8 draws.
@@ -15,10 +16,13 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
+import matplotlib
+import matplotlib.pyplot as plt
 import numpy as np
-from results import draw, dump, machine, run_command
+from results import ROOT, draw, dump, machine, run_command
 
 from notebooks import chain
+from notebooks.rearrange import STARTS_M
 
 COMMAND = "python ver_ppo.py --env-id notebooks.rearrange:{}-v0 --target-entropy 0 --ent-coef 1e-3 --total-timesteps 300000"
 SKILLS = "Pick", "Place", "PickArm", "PlaceArm"
@@ -113,9 +117,22 @@ def table():
     return "\n".join(lines)
 
 
+def picture():
+    """One whole chain; and success of Pick over the distance from which it starts."""
+    matplotlib.use("Agg")
+    draw.setup()
+    found = json.loads(FILE.read_text())
+    figure, axes = plt.subplots(1, 2, figsize=(9, 2.6), layout="constrained", gridspec_kw={"width_ratios": [1.3, 1]})
+    draw.chain_view(axes[0], found["path"])
+    draw.band(axes[1], [np.mean(bin_m) for bin_m in found["far_m"]], found["far"], draw.BLUE, "Pick with base")
+    axes[1].axvspan(*STARTS_M, color=draw.GREY, alpha=0.3, lw=0)
+    axes[1].set(xlabel="metres to the object (grey: in training)", ylabel="success of Pick", ylim=(0, 1.02), xlim=(0, None))
+    figure.savefig(ROOT / "notebooks" / "pictures" / "chain.png", dpi=90)
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("train", "chain", "table"))
+    parser.add_argument("what", choices=("train", "chain", "table", "picture"))
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--navigate", type=Path)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
@@ -125,5 +142,7 @@ if __name__ == "__main__":
         train_all(arguments)
     elif arguments.what == "chain":
         chain_all(arguments)
+    elif arguments.what == "picture":
+        picture()
     else:
         print(table())
