@@ -152,7 +152,7 @@ def transfer_curves(runs, tasks):
 
 
 def family_tree(axis, decisions):
-    """Who goes on from whom: a lane for each member, in the colour of the member whose first weights its own descend from; an
+    """Who goes on from whom: a lane for each member, in the colour of the one whose first weights its own descend from; an
     arrow where it takes over, a dot where it mutates. `decisions`: a list for each member, in order of steps."""
     ancestor = {member: [(0, member)] for member in range(len(decisions))}  # member -> (since this step, whose weights)
 

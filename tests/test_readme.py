@@ -30,8 +30,8 @@ def arguments(command):
 
 def read_events(path):
     """TensorBoard's curves of the only run there."""
-    (folder,) = path.iterdir()
-    return EventAccumulator(str(folder)).Reload()
+    (events,) = path.rglob("events*")
+    return EventAccumulator(str(events.parent)).Reload()
 
 
 def test_readme_is_short():

@@ -50,6 +50,7 @@ def small(skill="pick", base=True):
     return rearrange.Rearrange(skill, base, "val", image_size=8)
 
 
+@pytest.mark.filterwarnings("ignore:.*infinity")  # of Gymnasium's checker: a goal may be anywhere
 @pytest.mark.parametrize("name", ["Pick", "Place", "PickArm", "PlaceArm"])
 def test_skills(name):
     """Each is a Gymnasium environment that can be done by the arm alone, within reach; rewards add up to what was gained."""
