@@ -280,8 +280,8 @@ def test_four_processes(tmp_path):
     """Four members, from two working directories, begin at different times, two with useless learning rates; one is killed
     and comes back by the same command line. In the end all know the cue, and nobody has begun anew."""
     line = "--env-id tests.envs:Cue-v0 --num-workers 0 --learner-threads 1 --num-envs 4 --num-steps 32 --hidden-size 16"
-    line += " --learning-rate {} --gae-lambda 1 --update-epochs 4 --norm-adv --eval-episodes 0 --total-timesteps 40960"
-    line += f" --population {tmp_path}/p --population-size 4 --member {{}} --evolve-interval 4096"
+    line += " --learning-rate {} --gae-lambda 1 --update-epochs 4 --num-minibatches 1 --norm-adv --eval-episodes 0"
+    line += f" --total-timesteps 40960 --population {tmp_path}/p --population-size 4 --member {{}} --evolve-interval 4096"
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
 
     def start(number):

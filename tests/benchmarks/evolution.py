@@ -11,6 +11,7 @@ decision, in notebooks/results/evolution.json, which notebook 7 draws.
 
 import argparse
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -97,7 +98,7 @@ if __name__ == "__main__":
     arguments = parser.parse_args()
     if arguments.what == "run":
         result = {"machine": machine(), "trials": [trial(1 + number) for number in range(arguments.trials)]}
-        FILE.write_text(dump(result) + "\n")
+        FILE.write_text(re.sub(r"\{[^{}]*\}", lambda found: " ".join(found[0].split()), dump(result)) + "\n")
     if arguments.what == "picture":
         picture()
     print(table())
