@@ -281,7 +281,7 @@ def test_four_processes(tmp_path):
     and comes back by the same command line. In the end all know the cue, and nobody has begun anew."""
     line = "--env-id tests.envs:Cue-v0 --num-workers 0 --learner-threads 1 --num-envs 4 --num-steps 32 --hidden-size 16"
     line += " --learning-rate {} --gae-lambda 1 --update-epochs 4 --num-minibatches 1 --norm-adv --eval-episodes 0"
-    line += f" --total-timesteps 40960 --population {tmp_path}/p --population-size 4 --member {{}} --evolve-interval 4096"
+    line += f" --total-timesteps 32768 --population {tmp_path}/p --population-size 4 --member {{}} --evolve-interval 4096"
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
 
     def start(number):
@@ -309,7 +309,7 @@ def test_four_processes(tmp_path):
     for number in range(4):
         (run,) = (tmp_path / "p" / str(number)).glob("tests*")
         content = saved(run)
-        assert content["step"] == 40960, (tmp_path / f"{number}.log").read_text()
+        assert content["step"] == 32768, (tmp_path / f"{number}.log").read_text()
         assert np.array(content["recent"])[:, 0].mean() > 0.9, number
     assert any(line["decision"] == "takes over" for number in (1, 3) for line in decisions(tmp_path, number))
     assert all(
