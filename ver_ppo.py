@@ -136,7 +136,7 @@ class Options:
     # folder of a population of runs: from time to time, the worst take over from the best, and vary their options
     population: str | None = None
     population_size: int = 4  # P, runs in it
-    member: int = 0  # number of this run, 0 .. P - 1; started again by the same number, it goes on
+    member: int = 0  # number of this run, 0 .. P - 1; started again by it, it goes on
     evolve_interval: int = 100_000  # steps between its checkpoints and comparisons with the others
     evolve_after: int = 0  # steps before the first comparison
     evolve_by: str = "return"  # what is compared, the larger the better: `return`, or a metric, of the last 100 episodes
@@ -1850,6 +1850,8 @@ def choose_threads(options, update, learning_sec):
 # Adds refusals in one line, before anything is started. The lesson calls `check_options`, `describe_env`, `choose_device`
 # and `registered_id`.
 
+SIMULATED = "pointnav", "notebooks.tasks"  # ids that begin so are in both simulators
+
 
 def refuse(options, name, message):
     """Raise UserError for an option."""
@@ -1868,7 +1870,7 @@ def check_options(options):
     for name in f"{amounts} evolve_after".split():
         if not (getattr(o, name) == "auto" or 0 <= getattr(o, name) < 2**63):
             refuse(o, name, "must be 0 or more")
-    steps, pointnav = f"--num-steps x --num-envs = {o.rollout_steps}", o.env_id.startswith(("pointnav", "notebooks.tasks"))
+    steps, pointnav = f"--num-steps x --num-envs = {o.rollout_steps}", o.env_id.startswith(SIMULATED)
     habitat = o.env_id.endswith(".yaml") or pointnav and o.simulator != "builtin"
     for holds, name, message in [
         (0 <= o.gamma <= 1, "gamma", "must be within 0..1"),
@@ -1960,8 +1962,7 @@ def main(argv=None, kind=Options, train=train):
     program = Path(sys.modules[kind.__module__].__file__).name
     try:
         options = parse_options(sys.argv[1:] if argv is None else argv, kind)
-        simulated = options.env_id.startswith(("pointnav", "notebooks.tasks")) or options.env_id.endswith(".yaml")
-        if options.check_habitat or simulated:
+        if options.check_habitat or options.env_id.startswith(SIMULATED) or options.env_id.endswith(".yaml"):
             from notebooks import habitat_env
 
             if options.check_habitat:

@@ -3,28 +3,11 @@
 import math
 
 import numpy as np
-import torch
 
 from notebooks import pointnav, rearrange
-from notebooks.draw import shortest_path
+from notebooks.draw import Skill, shortest_path
 
 HANDOFF_M = 0.6  # Navigate ends so far before the object, or its place
-
-
-class Skill:
-    """A policy that acts for one robot: its memory, empty at first, and its last action."""
-
-    def __init__(self, policy):
-        self.policy, self.state, self.first = policy, torch.zeros(1, *policy.state_shape), torch.tensor([True])
-        self.action = torch.zeros(1, 1, dtype=torch.int64) if policy.choices else torch.zeros(1, policy.actor.out_features)
-
-    @torch.inference_mode()
-    def act(self, observation):
-        """The next action, sampled."""
-        obs = {key: torch.from_numpy(part)[None] for key, part in observation.items()}
-        distribution, _, self.state = self.policy.step(obs, self.action, self.first, self.state)
-        self.action, self.first = distribution.sample(), torch.tensor([False])
-        return self.action[0].numpy()
 
 
 def begin(seed, split="val", far_m=(1.0, 99.0), **camera):
@@ -32,8 +15,7 @@ def begin(seed, split="val", far_m=(1.0, 99.0), **camera):
     env = rearrange.Rearrange("pick", True, split, **camera)
     env.reset(seed=seed, options={"far_m": far_m})
     while not 1.0 <= env.waypoints(env.place).min() < math.inf:  # they lead to the object
-        points_P2 = env.np_random.uniform(0, env.plan.size, (64, 2))
-        env.place = points_P2[env.plan.is_free(points_P2, 0.02)][0]
+        env.place = env.free_point()
     return env
 
 
@@ -75,16 +57,13 @@ def run_chain(env, policies):
     failed, nobody tells the robot, but without the object there is nothing to place. Returns the stages: name, whether all
     has gone well until then, path."""
     stages = []
-    for name in ("pick", "place"):
-        for stage in ("navigate", name):
-            begins = len(env.path) - 1
-            if stage == "navigate" and stage in policies:
-                well = run_navigate(env, policies[stage], env.object if name == "pick" else env.place)
-            elif stage != "navigate":
-                well = run_skill(env, policies[stage], stage)
-            else:
-                continue
-            stages.append((stage, well and all(done for _, done, _ in stages), np.array(env.path[begins:])))
-        if not env.holds and name == "pick":
+    for stage in [stage for stage in ("navigate", "pick", "navigate", "place") if stage in policies]:
+        begins = len(env.path) - 1
+        if stage == "navigate":
+            well = run_navigate(env, policies[stage], env.place if env.holds else env.object)
+        else:
+            well = run_skill(env, policies[stage], stage)
+        stages.append((stage, well and all(done for _, done, _ in stages), np.array(env.path[begins:])))
+        if stage == "pick" and not env.holds:
             break
     return stages

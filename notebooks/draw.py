@@ -173,7 +173,6 @@ def family_tree(axis, decisions):
         for (begin, whose), end in zip(since, [*(step for step, _ in since[1:]), last]):
             axis.plot([begin, end], [member, member], color=COLORS[whose], lw=5, solid_capstyle="butt")
     axis.set(yticks=range(len(decisions)), ylim=(len(decisions) - 0.5, -0.5), ylabel="member", xlabel="steps")
-    return {member: since[-1][1] for member, since in ancestor.items()}
 
 
 def schedules(axis, decisions, name):
@@ -197,18 +196,28 @@ def load_policy(folder):
     return policy, options
 
 
-@torch.inference_mode()
+class Skill:
+    """A policy that acts for one robot: its memory, empty at first, and its last action."""
+
+    def __init__(self, policy):
+        self.policy, self.state, self.first = policy, torch.zeros(1, *policy.state_shape), torch.tensor([True])
+        self.action = torch.zeros(1, 1, dtype=torch.int64) if policy.choices else torch.zeros(1, policy.actor.out_features)
+
+    @torch.inference_mode()
+    def act(self, observation):
+        """The next action, sampled."""
+        obs = {key: torch.from_numpy(part)[None] for key, part in observation.items()}
+        distribution, _, self.state = self.policy.step(obs, self.action, self.first, self.state)
+        self.action, self.first = distribution.sample(), torch.tensor([False])
+        return self.action[0].numpy()
+
+
 def play(policy, env, seed):
     """Play one episode: yields the environment, without wrappers, after every step; its last `info` is in `env.info`."""
-    env = env.unwrapped
+    env, skill, ended = env.unwrapped, Skill(policy), False
     observation, _ = env.reset(seed=seed)
-    state, action, first = torch.zeros(1, *policy.state_shape), torch.zeros(1, 1, dtype=torch.int64), torch.tensor([True])
-    ended = False
     while not ended:
-        obs = {key: torch.from_numpy(part)[None] for key, part in observation.items()}
-        distribution, _, state = policy.step(obs, action, first, state)
-        action, first = distribution.sample(), torch.tensor([False])
-        observation, _, terminated, truncated, env.info = env.step(action.item())
+        observation, _, terminated, truncated, env.info = env.step(skill.act(observation).item())
         ended = terminated or truncated
         yield env
 

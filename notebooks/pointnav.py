@@ -135,11 +135,9 @@ class PointNav(gym.Env):
 
     def step(self, action):
         self.steps, before = self.steps + 1, self.geodesic
+        self.walk(action)
         if action == 1:
-            self.move()
             self.geodesic = self.waypoints(self.position).min()
-        elif action >= 2:
-            self.heading += TURN_RAD if action == 2 else -TURN_RAD
         terminated = action == 0
         success = float(terminated and np.hypot(*(self.goal - self.position)) <= SUCCESS_M)
         spl = success * self.start_geodesic / max(self.path_m, self.start_geodesic)
@@ -152,6 +150,13 @@ class PointNav(gym.Env):
         straight_C = sight(point_2, self.plan.corners_C2, self.plan.blocked_K4)
         self.beyond_C = np.append((straight_C + self.plan.distance_CC).min(axis=1), 0.0)
         self.geodesic = self.waypoints(self.position).min()
+
+    def walk(self, action):
+        """Go forward, or turn left or right."""
+        if action == 1:
+            self.move()
+        elif action >= 2:
+            self.heading += TURN_RAD if action == 2 else -TURN_RAD
 
     def move(self, metres=FORWARD_M):
         """One step forward; at an obstacle the rest of the way slides along its side."""

@@ -11,7 +11,7 @@ import math
 import gymnasium as gym
 import numpy as np
 
-from notebooks.pointnav import GOAL_SPACE, TURN_RAD, PointNav, ray_boxes, sight
+from notebooks.pointnav import GOAL_SPACE, PointNav, ray_boxes, sight
 
 BASE_M, BASE_RAD, ARM_M, ARM_RAD = 0.15, math.radians(15), 0.1, math.radians(15)  # what one step can do at most
 REACH_M, SWING_RAD, GRIP_M, PLACE_M = (0.2, 0.9), math.radians(60), 0.1, 0.15
@@ -49,15 +49,18 @@ class Rearrange(PointNav):
             super().reset(seed=seed)  # draws a flat, and in it the goal
             self.object, self.place, rng, seed = self.goal, self.goal, self.np_random, None
             for _ in range(64):  # not every flat has places so far from each other
-                self.position, self.heading = self.anywhere(rng) if far_m else self.within_reach(rng)
+                if far_m:
+                    self.position, self.heading = self.free_point(), rng.uniform(-np.pi, np.pi)
+                else:
+                    self.position, self.heading = self.within_reach(rng)
                 if not far_m or far_m[0] <= self.waypoints(self.position).min() <= far_m[1]:
                     self.path = [self.position]
                     return self.begin(self.skill)
 
-    def anywhere(self, rng):
-        """A free position in the flat, and a heading."""
-        points_P2 = rng.uniform(0, self.plan.size, (64, 2))
-        return points_P2[self.plan.is_free(points_P2, 0.02)][0], rng.uniform(-np.pi, np.pi)
+    def free_point(self):
+        """Where the robot can stand."""
+        points_P2 = self.np_random.uniform(0, self.plan.size, (64, 2))
+        return points_P2[self.plan.is_free(points_P2, 0.02)][0]
 
     def within_reach(self, rng):
         """A free position from which the goal can be grasped, and a heading within 45 degrees of it."""
@@ -113,10 +116,7 @@ class Rearrange(PointNav):
 
     def navigate(self, action, goal_2):
         """A step of a PointNav agent towards this goal. Returns what that agent sees then, and whether it has stopped."""
-        if action == 1:
-            self.move()
-        elif action >= 2:
-            self.heading += TURN_RAD if action == 2 else -TURN_RAD
+        self.walk(action)
         if self.holds:
             self.object = self.gripper
         return self.see(goal_2), action == 0

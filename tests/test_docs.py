@@ -29,10 +29,9 @@ def test_table_of_mechanisms():
 @pytest.mark.parametrize("mechanism, functions, section, test, file", ROWS, ids=[row[0] for row in ROWS])
 def test_mechanism(mechanism, functions, section, test, file):
     """Every function and every test that a row names exists."""
-    homes = {"notebooks": SimpleNamespace(**{module.__name__.split(".")[1]: module for module in BESIDE})}
-    homes |= {"ver_ppo": ver_ppo, "ver_multigpu": ver_multigpu}
+    homes = ver_ppo, ver_multigpu, SimpleNamespace(**{module.__name__.split(".")[1]: module for module in BESIDE})
     for name in re.findall(r"`([\w.]+)`", functions):
-        home = [home for home in homes.values() if hasattr(home, name.split(".")[0])][0]
+        home = [home for home in homes if hasattr(home, name.split(".")[0])][0]
         assert callable(operator.attrgetter(name)(home)), name
     assert f"\ndef {test}(" in (ROOT / file).read_text(), test
 

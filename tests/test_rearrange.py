@@ -7,8 +7,7 @@ import pytest
 from gymnasium.utils.env_checker import check_env
 
 import ver_ppo
-from notebooks import chain, pointnav, rearrange
-from notebooks.draw import shortest_path
+from notebooks import chain, draw, pointnav, rearrange
 from tests.test_run import run_here
 
 
@@ -41,7 +40,7 @@ class Legs:
         goal_2 = env.position + distance * np.array([math.cos(angle), math.sin(angle)])
         env.goal = goal_2
         env.aim(goal_2)
-        offset = shortest_path(env)[1] - env.position
+        offset = draw.shortest_path(env)[1] - env.position
         turn = (math.atan2(offset[1], offset[0]) - env.heading + math.pi) % (2 * math.pi) - math.pi
         return [1 if abs(turn) < math.radians(5.1) else 2 if turn > 0 else 3]
 
@@ -121,10 +120,7 @@ def test_chain(monkeypatch, navigate):
 def test_skill_runs(tmp_path):
     """A policy trained by ver_ppo.py acts in the chain; its memory begins empty with each skill."""
     folder = run_here(tmp_path, "--env-id notebooks.rearrange:Pick-v0 --image-size 16 --num-workers 0 --total-timesteps 128")
-    policy = ver_ppo.make_policy(
-        ver_ppo.describe_env(options := ver_ppo.Options(**ver_ppo.load_checkpoint(folder / "checkpoint.pt")["options"])),
-        options,
-    )
+    policy, _ = draw.load_policy(folder)
     env = chain.begin(0, image_size=16)
     success = chain.run_skill(env, policy, "pick")
     assert env.holds or not success

@@ -95,17 +95,15 @@ def chain_all(args):
     FILE.write_text(dump(found) + "\n")
 
 
-def spread(values, digits=2):
+def spread(values):
     """Mean and range."""
-    return f"{np.mean(values):.{digits}f} ({min(values):.{digits}f}–{max(values):.{digits}f})"
+    return f"{np.mean(values):.2f} ({min(values):.2f}–{max(values):.2f})"
 
 
 def table():
     """Success on the skills' own task and after every stage of the chain; and of Pick over distance."""
-    found, lines = (
-        json.loads(FILE.read_text()),
-        ["| | Pick | Place | Navigate | Pick | Navigate | Place |", "|---|---|---|---|---|---|---|"],
-    )
+    found = json.loads(FILE.read_text())
+    lines = ["| | Pick | Place | Navigate | Pick | Navigate | Place |", "|---|---|---|---|---|---|---|"]
     for how, suffix in CHAINS.items():
         own = [spread(list(found["own"][name + suffix].values())) for name in ("Pick", "Place")]
         stages = [spread(stage) for stage in zip(*found["chains"][how])]
