@@ -1,22 +1,28 @@
-"""VER on many GPUs: decentralized distributed PPO (DD-PPO, Wijmans et al. 2020) with the optimal preemption of VER.
+"""VER on many GPUs: decentralized distributed PPO (DD-PPO, Wijmans et al. 2020) with the optimal
+preemption of VER.
 
-Every rank is a whole ver_ppo.py: it collects with its own N environments and learns on its own GPU. All that ranks do
-together is averaging their gradients, so that they have the same weights after every mini-batch. A synchronous update waits
-for the slowest rank; so the rollout of all ranks ends when going on would cost more than it brings, and a rank that has less
-than S steps by then fills up with its newest steps of before.
+Every rank is a whole ver_ppo.py: it collects with its own N environments and learns on its own GPU.
+All that ranks do together is averaging their gradients, so that they have the same weights after
+every mini-batch. A synchronous update waits for the slowest rank; so the rollout of all ranks ends
+when going on would cost more than it brings, and a rank that has less than S steps by then fills up
+with its newest steps of before.
 
-    torchrun --nproc-per-node 8 ver_multigpu.py --env-id pointnav        eight ranks on this machine, one GPU each
-    torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 ver_multigpu.py ...    on each node
+    torchrun --nproc-per-node 8 ver_multigpu.py --env-id pointnav     eight ranks, one GPU each
+    torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \\
+        ver_multigpu.py ...                                           on each of four nodes
 
-One update of R ranks; `[...]` marks what all do together, as often on every rank, whatever it collected:
+One update of R ranks; `[...]` marks what all do together, as often on every rank, whatever it
+collected:
 
-    rank 0   collect ==========| wait      [agree] fill up, learn [average] [average] ... [gather]  decide
-    rank 1   collect ==============| wait  [agree] fill up, learn [average] [average] ... [gather]  decide
-    rank 2   collect ====================| [agree] fill up, learn [average] [average] ... [gather]  decide
-                                         ^ S* steps of all ranks together are complete: who is not done is preempted
+    rank 0   collect ======| wait      [agree] fill up, learn [average] ... [gather]  decide
+    rank 1   collect ==========| wait  [agree] fill up, learn [average] ... [gather]  decide
+    rank 2   collect ================| [agree] fill up, learn [average] ... [gather]  decide
+                                     ^ S* steps of all ranks together are complete: a rank that is
+                                       not done is preempted
 
-Every rank counts its steps in a key-value store and looks at it every few milliseconds. The next rollout's S* all compute
-from the same numbers, so nobody has to be told. Shapes as in ver_ppo.py; R ranks, G groups of environments.
+Every rank counts its steps in a key-value store and looks at it every few milliseconds. All compute
+the next rollout's S* from the same numbers, so no rank has to be told. Shapes as in ver_ppo.py;
+R ranks, G groups of environments.
 """
 
 import contextlib
@@ -38,32 +44,49 @@ import torch.distributed as dist
 import ver_ppo
 from ver_ppo import EnvironmentFailure, Interrupted, UserError
 
-# -------------------------------------------------------------------------------------------------------------- Options
+# ---------------------------------------------------------------------------------------- Options
 
 
 @dataclass(frozen=True)
 class Options(ver_ppo.Options):
-    """Train with VER on each of many GPUs (or CPU processes) and average their gradients (DD-PPO). Start with torchrun.
-    --num-envs and all sizes of a rollout are those of one rank, --total-timesteps counts the steps of all ranks."""
+    """Train with VER on each of many GPUs (or CPU processes) and average their gradients (DD-PPO).
+    Start with torchrun. --num-envs and all sizes of a rollout are those of one rank,
+    --total-timesteps counts the steps of all ranks."""
 
-    # when the rollout of all ranks ends. optimal: when S / (Time(S) + learning time) is largest (VER); threshold: when
-    # --sync-frac of the ranks are done and the others have a quarter (DD-PPO); none: when all are done
+    # when the rollout of all ranks ends. optimal: when S / (Time(S) + learning time) is largest
+    # (VER); threshold: when --sync-frac of the ranks are done and the others have a quarter
+    # (DD-PPO); none: when all are done
     preemption: Literal["optimal", "threshold", "none"] = "optimal"
     sync_frac: float = 0.6  # of --preemption threshold
-    rank_timeout: float = 600.0  # seconds to wait for the other ranks at most; longer than any rollout may take
+    rank_timeout: float = 600.0  # seconds to wait for other ranks; longer than any rollout takes
 
     def __post_init__(self):
         super().__post_init__()
-        ranks, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
-        waits, own = not self.overlap and self.sampler != "async", f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
-        for holds, option, advice in [
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        gpus = torch.cuda.device_count()
+        own = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+        waits = not self.overlap and self.sampler != "async"
+        rules = [
             (0 < self.sync_frac <= 1, "sync_frac", "must be within 0..1"),
             (0 < self.rank_timeout < math.inf, "rank_timeout", "must be a positive number"),
-            (self.preemption == "none" or waits, "preemption", "must be none with --overlap and --sampler async"),
-            (self.device in ("auto", "cpu", "cuda", own), "device", "must be auto, cpu or cuda: each rank has its own GPU"),
-            (self.device == "cpu" or not 0 < gpus < ranks, "device", f"{ranks} ranks need as many GPUs: try cpu"),
+            (
+                self.preemption == "none" or waits,
+                "preemption",
+                "must be none with --overlap and --sampler async",
+            ),
+            (
+                self.device in ("auto", "cpu", "cuda", own),
+                "device",
+                "must be auto, cpu or cuda: each rank has its own GPU",
+            ),
+            (
+                self.device == "cpu" or not 0 < gpus < ranks,
+                "device",
+                f"{ranks} ranks need as many GPUs: try cpu",
+            ),
             (not self.checkpoint, "checkpoint", "is evaluated by ver_ppo.py"),
-        ]:
+        ]
+        for holds, option, advice in rules:
             if not holds:
                 ver_ppo.refuse(self, option, advice)
 
@@ -72,79 +95,104 @@ class RankFailure(Exception):
     """Another rank has died or is silent; exit status 1."""
 
 
-# ----------------------------------------------------------------------------------------------- What ranks do together
+# -------------------------------------------------------------------------- What ranks do together
 
 
 class Ranks:
     """The processes that torchrun started (without it, this one) and what they do together.
 
-    All must come to the same collectives in the same order. One that fails (a rank has died), or waits longer than
-    --rank-timeout, raises RankFailure. Objects travel by gloo, tensors on GPUs by NCCL.
+    All must come to the same collectives in the same order. One that fails (a rank has died), or
+    waits longer than --rank-timeout, raises RankFailure. Objects travel by gloo, tensors on GPUs by
+    NCCL.
     """
 
     def __init__(self, timeout_sec):
-        self.rank, self.size = (int(os.environ.get(name, value)) for name, value in (("RANK", 0), ("WORLD_SIZE", 1)))
+        self.rank = int(os.environ.get("RANK", "0"))
+        self.size = int(os.environ.get("WORLD_SIZE", "1"))
         self.timeout_sec = timeout_sec
         self.store = self.call(open_store, timeout_sec)
         self.start = self.call(agree_on_start, self.store, self.rank, self.size, timeout_sec)
-        os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")  # or an error of NCCL would end the process without a word
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        group = {"rank": self.rank, "world_size": self.size, "timeout": timedelta(seconds=timeout_sec)}
-        self.call(dist.init_process_group, backend, store=dist.PrefixStore(f"start {self.start}", self.store), **group)
+        # or an error of NCCL would end the process without a word
+        os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
+        self.call(
+            dist.init_process_group,
+            "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
+            store=dist.PrefixStore(f"start {self.start}", self.store),
+            rank=self.rank,
+            world_size=self.size,
+            timeout=timedelta(seconds=timeout_sec),
+        )
 
     def call(self, function, *args, **more):
         """function(*args, **more), which waits for other ranks."""
         try:
             return function(*args, **more)
         except RuntimeError as error:
-            silent = f"another rank has died, or been silent for {self.timeout_sec:.0f} s (--rank-timeout)"
-            raise RankFailure(f"rank {self.rank}: {silent}: {str(error).splitlines()[0][:200]}") from None
+            silent = f"been silent for {self.timeout_sec:.0f} s (--rank-timeout)"
+            reason = f"{str(error).splitlines()[0][:200]}"
+            message = f"rank {self.rank}: another rank has died, or {silent}: {reason}"
+            raise RankFailure(message) from None
 
     def average(self, tensors):
-        """Average these tensors over all ranks, in place, in one message (DD-PPO section 3): all ranks weigh the same. On
-        CPUs as fast as DistributedDataParallel, which hides the message behind the backward pass."""
+        """Average these tensors over all ranks, in place, in one message (DD-PPO section 3): all
+        ranks weigh the same. On CPUs as fast as DistributedDataParallel, which hides the message
+        behind the backward pass."""
         flat = torch.cat([tensor.flatten() for tensor in tensors])
         self.call(dist.all_reduce, flat)  # COLLECTIVE
-        for tensor, part in zip(tensors, (flat / self.size).split([tensor.numel() for tensor in tensors])):
+        parts = (flat / self.size).split([tensor.numel() for tensor in tensors])
+        for tensor, part in zip(tensors, parts):
             tensor.copy_(part.view_as(tensor))
 
     def gather(self, thing=None):
         """The `thing` of every rank, in order of rank."""
-        self.call(dist.all_gather_object, things := [None] * self.size, thing)  # COLLECTIVE
+        things = [None] * self.size
+        self.call(dist.all_gather_object, things, thing)  # COLLECTIVE
         return things
 
     def agree(self, failure):
         """If one rank has a failure, all raise it: of several, the one of the lowest rank."""
-        for known in filter(None, self.gather(failure)):
-            raise known
+        for known in self.gather(failure):
+            if known:
+                raise known
 
     def count(self, rollout, more):
-        """Add to the counter of a rollout, which all ranks see at any time, and return it. Not a collective."""
+        """Add to the counter of a rollout, which all ranks see at any time, and return it. Not a
+        collective."""
         return self.call(self.store.add, f"start {self.start} rollout {rollout}", more)
 
     def close(self):
         """Part from the others."""
         dist.destroy_process_group()
-        time.sleep(0.1)  # gloo's threads free tensors under Python's lock: one that is late aborts an interpreter that ends
+        # gloo's threads free tensors under Python's lock: one that is late aborts an interpreter
+        # that ends
+        time.sleep(0.1)
 
 
 def open_store(timeout_sec):
     """The key-value store of torchrun's agent, or of rank 0 if someone else started the ranks."""
     if "WORLD_SIZE" not in os.environ:
         return dist.HashStore()
-    leads = os.environ["RANK"] == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return dist.TCPStore(*address, is_master=leads, wait_for_workers=False, timeout=timedelta(seconds=timeout_sec))
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=os.environ["RANK"] == "0" and not agent,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout_sec),
+    )
 
 
 def agree_on_start(store, rank, size, timeout_sec):
-    """A name for this start of all ranks. With --max-restarts the store outlives them, and holds what those wrote who died
-    before all were there: rank 0 deletes it, so the others call until rank 0 answers with the name."""
-    own, until = uuid.uuid4().hex, time.monotonic() + timeout_sec
+    """A name for this start of all ranks. With --max-restarts the store outlives them, and holds
+    what those wrote who died before all were there: rank 0 deletes it, so the others call until
+    rank 0 answers with the name."""
+    own = uuid.uuid4().hex
+    until = time.monotonic() + timeout_sec
     if rank == 0:
         for other in range(1, size):
             store.delete_key(f"rank {other}")
-            store.set(f"answer to {store.get(f'rank {other}').decode()}", own)
+            caller = store.get(f"rank {other}").decode()
+            store.set(f"answer to {caller}", own)
         return own
     while not store.check([f"answer to {own}"]) and time.monotonic() < until:
         store.set(f"rank {rank}", own)
@@ -152,68 +200,88 @@ def agree_on_start(store, rank, size, timeout_sec):
     return store.get(f"answer to {own}").decode()
 
 
-# ----------------------------------------------------------------------------------------------------------- Preemption
+# ------------------------------------------------------------------------------------- Preemption
 
 
 def optimal_preemption(step_sec_RN, num_steps, variable, learning_sec):
-    """When to end the rollout of all ranks: S and Time(S) that maximize S / (Time(S) + LT) (VER section 2.3, equation 1).
+    """When to end the rollout of all ranks: S and Time(S) that maximize S / (Time(S) + LT) (VER
+    section 2.3, equation 1).
 
-    `step_sec_RN`: every environment's mean seconds per step, inference included. A group gives steps at a constant rate
-    until it has given all it may: with `variable` rollouts a rank is a group and gives T x N, else each environment is one
-    and gives T. So what is collected by a time is concave in it, and the best time is one at which a group is done.
+    `step_sec_RN`: every environment's mean seconds per step, inference included. A group gives
+    steps at a constant rate until it has given all it may: with `variable` rollouts a rank is a
+    group and gives T x N, else each environment is one and gives T. So what is collected by a time
+    is concave in it, and the best time is one at which a group is done.
 
-    >>> optimal_preemption(np.array([[0.01], [0.01], [0.1]]), 100, True, learning_sec=0.5)  # do not wait for the third rank
+    Here the third rank is not worth waiting for:
+
+    >>> optimal_preemption(np.array([[0.01], [0.01], [0.1]]), 100, True, learning_sec=0.5)
     (210, 1.0)
     """
     rate_RN = 1 / np.maximum(step_sec_RN, 1e-9)
-    rate_G, most = (rate_RN.sum(axis=1), num_steps * rate_RN.shape[1]) if variable else (rate_RN.ravel(), num_steps)
+    if variable:
+        most = num_steps * rate_RN.shape[1]
+        rate_G = rate_RN.sum(axis=1)
+    else:
+        most = num_steps
+        rate_G = rate_RN.ravel()
     rate_G = np.sort(rate_G)[::-1]  # the fastest is done first
     done_sec_G = most / rate_G
-    others_rate_G = np.maximum(0.0, rate_G.sum() - np.cumsum(rate_G))  # of those that are not done by then
+    others_rate_G = np.maximum(0.0, rate_G.sum() - np.cumsum(rate_G))  # not done by then
     steps_G = most * np.arange(1, len(rate_G) + 1) + done_sec_G * others_rate_G
     best = (steps_G / (done_sec_G + learning_sec)).argmax()
     return int(steps_G[best] + 1e-6), float(done_sec_G[best])
 
 
 def threshold_preemption(num_ranks, sync_frac):
-    """How many ranks must be done before the others are preempted (DD-PPO section 3): 5 of 8 by 0.6."""
+    """How many ranks must be done before the others are preempted (DD-PPO section 3): 5 of 8 by
+    0.6."""
     return math.ceil(num_ranks * sync_frac - 1e-9)
 
 
 def step_seconds(rollout, quota):
-    """Every environment's mean seconds per step, until it had given its `quota` or the rollout ended. Steps that were in
-    flight count neither at the begin nor at the end, which evens out."""
+    """Every environment's mean seconds per step, until it had given its `quota` or the rollout
+    ended. Steps that were in flight count neither at the begin nor at the end, which evens out."""
     began_at, ended_at, _ = rollout.clock
-    env, steps_N = rollout.env[: rollout.size], np.bincount(rollout.env[: rollout.size], minlength=rollout.num_envs)
+    new = rollout.rows[: rollout.size]
+    steps_N = np.bincount(new["env"], minlength=rollout.num_envs)
     last_N = np.zeros(rollout.num_envs)
-    np.maximum.at(last_N, env, (rollout.began_at + rollout.step_sec)[: rollout.size])
+    np.maximum.at(last_N, new["env"], new["began_at"] + new["step_sec"])
     spent_N = np.where(steps_N >= quota, last_N, ended_at) - began_at
     return np.maximum(spent_N, 1e-9) / np.maximum(steps_N, 1)
 
 
 def fill_up(rollout, previous):
-    """Fill a preempted rollout up to S steps with the newest ones that this rank learned from before (VER section 2.3), with
-    their advantages, returns and weights. Returns how many. `previous` is the rollout before, filled up like this: its first
-    `size` steps are newer than the others, each part is in time order. Stale steps are segments of their own."""
-    fresh, steps = rollout.size, np.arange(rollout.steps)
+    """Fill a preempted rollout up to S steps with the newest ones that this rank learned from
+    before (VER section 2.3), with their advantages, returns and weights. Returns how many.
+
+    `previous` is the rollout before, filled up like this: its first `size` steps are newer than the
+    others, each part is in time order. Stale steps are segments of their own.
+    """
+    fresh = rollout.size
+    steps = np.arange(rollout.steps)
     newest = np.roll(steps, -previous.size)[fresh:]
     rollout.copy(steps[fresh:], previous, newest)
     rollout.segment[fresh:] = rollout.num_envs + rollout.env[fresh:]
+    rollout.learned = rollout.steps
     return rollout.steps - fresh
 
 
-# ---------------------------------------------------------------------------------------------------------------- Train
+# ------------------------------------------------------------------------------------------ Train
 
-NO_LIMIT, STOP = 1 << 40, 1 << 50  # more than any counter reaches; what a rank adds that cannot go on
-FOLDER_KEY, SEED_OF_RANK = "run folder", 4
+NO_LIMIT = 1 << 40  # more than any counter reaches
+STOP = 1 << 50  # what a rank adds that cannot go on
+FOLDER_KEY = "run folder"
+SEED_OF_RANK = 4
 
 
 class RankRun(ver_ppo.Run):
-    """The run of all ranks: rank 0 writes the folder. `enough` looks at a counter that all ranks add to, of complete steps
-    (optimal) or of ranks that are done (threshold): when it reaches `limit`, a rollout ends as it is."""
+    """The run of all ranks: rank 0 writes the folder. `enough` looks at a counter that all ranks
+    add to, of complete steps (optimal) or of ranks that are done (threshold): when it reaches
+    `limit`, a rollout ends as it is."""
 
     def __init__(self, ranks, options, *args):
-        self.ranks, self.previous = ranks, None
+        self.ranks = ranks
+        self.previous = None
         self.min_steps = options.rollout_steps // 4 if options.preemption == "threshold" else 1
         self.begin_rollout(NO_LIMIT, 0.0, 0.5)
         super().__init__(options, *args)
@@ -221,17 +289,28 @@ class RankRun(ver_ppo.Run):
     def open_folder(self):
         if self.ranks.rank == 0:
             super().open_folder()
-            return self.ranks.store.set(FOLDER_KEY, str(self.folder))  # where to go on if torchrun starts us again
-        self.folder, self.bar, trace = None, ver_ppo.tqdm(disable=True), self.options.trace
-        self.bar.write, self.trace = lambda text: None, open(trace, "w") if trace else None
+            # where to go on if torchrun starts us again
+            self.ranks.store.set(FOLDER_KEY, str(self.folder))
+            return
+        self.folder = None
+        self.bar = ver_ppo.tqdm(disable=True)
+        self.bar.write = lambda text: None
+        if self.options.trace:
+            self.trace = open(self.options.trace, "w")
 
     def begin_rollout(self, limit, predicted_sec, expected_sec):
         """Count from 0. Looking costs a hundredth of the expected time at most."""
-        self.limit, self.predicted_sec, self.preempted, self.other_stopped = limit, predicted_sec, False, False
-        self.counted, self.next_look, self.look_sec = 0, 0.0, min(1.0, max(0.005, expected_sec / 100))
+        self.limit = limit
+        self.predicted_sec = predicted_sec
+        self.preempted = False
+        self.other_stopped = False
+        self.counted = 0
+        self.next_look = 0.0
+        self.look_sec = min(1.0, max(0.005, expected_sec / 100))
 
     def note_signal(self, number, _frame):
-        self.signal = number  # torchrun may pass on a signal that has come already: a second one changes nothing
+        # torchrun may pass on a signal that has come already: a second one changes nothing
+        self.signal = number
 
     def enough(self, steps=0):
         """Whether this rank is preempted, got a signal, or another rank cannot go on."""
@@ -243,8 +322,10 @@ class RankRun(ver_ppo.Run):
     def count(self, steps, done=False):
         """Add what has been collected since the last time, or that this rank is done."""
         news = steps - self.counted if self.options.preemption == "optimal" else done
-        total, self.counted = self.ranks.count(self.update, int(news)), steps
-        self.preempted, self.other_stopped = total >= self.limit and steps >= self.min_steps, total >= STOP
+        self.counted = steps
+        total = self.ranks.count(self.update, int(news))
+        self.preempted = total >= self.limit and steps >= self.min_steps
+        self.other_stopped = total >= STOP
 
     def collect(self, source):
         """This rank's rollout, when all ranks have one. Raises what any rank raised."""
@@ -252,8 +333,11 @@ class RankRun(ver_ppo.Run):
         try:
             rollout = super().collect(source)
             self.count(rollout.size, done=True)
-        except (Interrupted, EnvironmentFailure) as error:
-            failure = error if isinstance(error, Interrupted) else EnvironmentFailure(f"rank {self.ranks.rank}: {error}")
+        except Interrupted as error:
+            failure = error
+        except EnvironmentFailure as error:
+            failure = EnvironmentFailure(f"rank {self.ranks.rank}: {error}")
+        if failure:
             self.ranks.count(self.update, STOP)
         self.ranks.agree(failure)
         return rollout
@@ -262,28 +346,39 @@ class RankRun(ver_ppo.Run):
         """Fill this rollout up, and keep a copy for the next one. Returns what to log."""
         if self.options.preemption == "none":
             return {}
-        stale, all_steps = fill_up(rollout, self.previous) if self.previous else 0, np.arange(rollout.steps)
-        size = self.spec, rollout.steps, rollout.num_envs, self.policy.state_shape, rollout.device
-        self.previous = self.previous or ver_ppo.Rollout(*size)
+        stale = fill_up(rollout, self.previous) if self.previous else 0
+        if not self.previous:
+            size = rollout.steps, rollout.num_envs, self.policy.state_shape, rollout.device
+            self.previous = ver_ppo.Rollout(self.spec, *size)
+        all_steps = np.arange(rollout.steps)
         self.previous.copy(all_steps, rollout, all_steps)
         self.previous.size = rollout.size
         return {"ranks/stale_share": stale / rollout.steps}
 
     def describe(self, rollout, logs):
-        """Steps, logs and episodes of all ranks; then all ranks decide alike when the next rollout ends."""
-        options, own = self.options, super().describe(rollout, logs)
+        """Steps, logs and episodes of all ranks; then all ranks decide alike when the next rollout
+        ends."""
+        options = self.options
+        own = super().describe(rollout, logs)
         quota = options.rollout_steps if options.sampler == "ver" else options.num_steps
-        parts, step_sec_RN = zip(*self.ranks.gather((own, step_seconds(rollout, quota))))
-        steps_R, logs_R, episodes_R = zip(*parts)
+        parts = self.ranks.gather((*own, step_seconds(rollout, quota)))
+        steps_R, logs_R, episodes_R, step_sec_RN = zip(*parts)
         reduce = {"_min": min, "_max": max}  # of the others, means
-        logs = {name: reduce.get(name[-4:], np.mean)([own[name] for own in logs_R]) for name in logs_R[0]}
-        rollout_sec, decision = max(own["time/rollout_sec"] for own in logs_R), (NO_LIMIT, 0.0)
-        logs |= {"ranks/rollout_sec": rollout_sec, "ranks/predicted_sec": self.predicted_sec}
+        logs = {}
+        for name in logs_R[0]:
+            logs[name] = reduce.get(name[-4:], np.mean)([part[name] for part in logs_R])
+        rollout_sec = max(part["time/rollout_sec"] for part in logs_R)
+        logs["ranks/rollout_sec"] = rollout_sec
+        logs["ranks/predicted_sec"] = self.predicted_sec
+        decision = NO_LIMIT, 0.0
         if options.preemption == "threshold":
             decision = threshold_preemption(self.ranks.size, options.sync_frac), 0.0
-        if options.preemption == "optimal" and self.step > self.first_step:  # in the first rollout, environments start
-            table = np.array(step_sec_RN), options.num_steps, options.sampler == "ver", logs["time/learning_sec"]
-            decision = optimal_preemption(*table)
+        elif options.preemption == "optimal" and self.step > self.first_step:
+            # not in the first rollout, in which environments start
+            variable = options.sampler == "ver"
+            times = np.array(step_sec_RN)
+            learning_sec = logs["time/learning_sec"]
+            decision = optimal_preemption(times, options.num_steps, variable, learning_sec)
         self.begin_rollout(*decision, rollout_sec)
         return sum(steps_R), logs, sum(episodes_R, [])
 
@@ -291,34 +386,42 @@ class RankRun(ver_ppo.Run):
         if self.ranks.rank == 0:
             super().save()
         self.saved_step = self.step
-        self.ranks.gather()  # or the first to leave would make torchrun end who is still writing
+        self.ranks.gather()  # or the first to leave would make torchrun end the one that writes
 
 
-def train(options):
-    """Train on all ranks to the end; then they part, and rank 0 evaluates. Returns the run folder on rank 0."""
+def train(options, run_class=RankRun):
+    """Train on all ranks to the end; then they part, and rank 0 evaluates. Returns the run folder
+    on rank 0."""
     with contextlib.ExitStack() as stack:
         with contextlib.closing(Ranks(options.rank_timeout)) as ranks:
-            own, failure = options, None
+            own = options
             if ranks.rank:  # weights are drawn alike; environments, actions and traces are not
                 trace = options.trace and f"{options.trace}.{ranks.rank}"
-                own = replace(options, trace=trace, seed=ver_ppo.derive_seed(SEED_OF_RANK, options.seed, ranks.rank))
+                seed = ver_ppo.derive_seed(SEED_OF_RANK, options.seed, ranks.rank)
+                own = replace(options, trace=trace, seed=seed)
+            failure = None
             try:
                 spec, policy, optimizer = ver_ppo.build(options)
-                run = stack.enter_context(contextlib.closing(RankRun(ranks, own, spec, policy, optimizer)))
+                run = run_class(ranks, own, spec, policy, optimizer)
+                stack.enter_context(contextlib.closing(run))
             except UserError as error:
                 failure = error
             ranks.agree(failure)
-            for parameter in policy.parameters():  # rank 0's weights are everybody's
+            for parameter in policy.parameters():  # all ranks start from rank 0's weights
                 ranks.call(dist.broadcast, parameter.data, 0)  # COLLECTIVE
-            torch.manual_seed(ver_ppo.derive_seed(ver_ppo.SEED_OF_LEARNER, own.seed, run.step))
-            with contextlib.closing(ver_ppo.rollout_source(policy, spec, own, run)) as source, run.training():
+            seed = ver_ppo.derive_seed(ver_ppo.SEED_OF_LEARNER, own.seed, run.step)
+            torch.manual_seed(seed)
+            source = ver_ppo.rollout_source(policy, spec, own, run)
+            with contextlib.closing(source), run.training():
                 while run.step < options.total_timesteps:
                     rollout = run.collect(source)
-                    optimizer.param_groups[0]["lr"] = ver_ppo.learning_rate_at(run.step, options)
+                    learning_rate = ver_ppo.learning_rate_at(run.step, options)
+                    optimizer.param_groups[0]["lr"] = learning_rate
                     with run.learning() as logs:
                         ver_ppo.add_returns(policy, rollout, options)
                         logs |= run.fill_up(rollout)
-                        logs |= ver_ppo.ppo_update(policy, optimizer, rollout, options, ranks.average)
+                        update = ver_ppo.ppo_update
+                        logs |= update(policy, optimizer, rollout, options, ranks.average)
                     run.log(rollout, logs)
         if ranks.rank == 0:
             run.evaluate()
@@ -326,24 +429,35 @@ def train(options):
 
 
 def interrupted_run():
-    """If torchrun has started these ranks before (--max-restarts): the arguments that resume their last checkpoint."""
-    store = open_store(timeout_sec=60) if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else dist.HashStore()
-    folder = Path(store.get(FOLDER_KEY).decode()) if store.check([FOLDER_KEY]) else Path()
-    found = ["--resume", str(folder), "--init-from", "None", "--no-reset-critic", "--no-reset-policy"]
-    return found if (folder / "checkpoint.pt").exists() else []
+    """If torchrun has started these ranks before (--max-restarts): the arguments that resume their
+    last checkpoint."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return []
+    store = open_store(timeout_sec=60)
+    if not store.check([FOLDER_KEY]):
+        return []
+    folder = Path(store.get(FOLDER_KEY).decode())
+    if not (folder / "checkpoint.pt").exists():
+        return []
+    return ["--resume", str(folder), "--init-from", "None", "--reset", "nothing"]
 
 
-def main(argv=None):
-    """Command line, as ver_ppo.main. What all ranks of a machine would print, the first of them prints."""
-    argv, local_rank = sys.argv[1:] if argv is None else argv, int(os.environ.get("LOCAL_RANK", 0))
-    if torch.cuda.is_available():  # "--device cuda" means this one; Options refuses ranks that have none
+def main(argv=None, kind=Options, train=train):
+    """Command line, as ver_ppo.main. What all ranks of a machine would print, the first of them
+    prints."""
+    argv = sys.argv[1:] if argv is None else argv
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if torch.cuda.is_available():  # "--device cuda" is this one; Options refuses ranks without one
         torch.cuda.set_device(local_rank % torch.cuda.device_count())
-    out, err = (io.StringIO(), io.StringIO()) if local_rank else (sys.stdout, sys.stderr)
+    out = io.StringIO() if local_rank else sys.stdout
+    err = io.StringIO() if local_rank else sys.stderr
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
-            return ver_ppo.main([*argv, *interrupted_run()], Options, train)
+            return ver_ppo.main([*argv, *interrupted_run()], kind, train)
         except RankFailure as error:
-            return print(f"ver_multigpu.py: {error}", file=sys.__stderr__) or 1
+            program = Path(sys.modules[kind.__module__].__file__).name
+            print(f"{program}: {error}", file=sys.__stderr__)
+            return 1
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Drawing for the notebooks and for the README's pictures: what they have in common and nothing that they teach."""
+"""Drawing for the notebooks and for the README's pictures: what they have in common and nothing
+that they teach."""
 
 import json
 import sys
@@ -11,32 +12,49 @@ from matplotlib.patches import Patch, Rectangle
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "notebooks" / "results"  # written by tests/benchmarks/results.py
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # the scripts, and the virtual clock of the tests
-import virtual_clock  # noqa: E402
-
-import ver_ppo  # noqa: E402
-from notebooks.pointnav import SUCCESS_M  # noqa: E402
+sys.path.insert(0, str(ROOT))  # for notebooks, which run in their own folder
+from notebooks.environments.pointnav import SUCCESS_M  # noqa: E402
+from notebooks.extensions import virtual_clock  # noqa: E402
+from notebooks.extensions.play import shortest_path  # noqa: E402
 
 # Okabe and Ito's colours: they differ for the colour-blind, and on white and on grey
-BLUE, ORANGE, GREEN, RED, PURPLE, SKY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9"
-GREY, DARK = "#8C8C8C", "#444444"
+BLUE = "#0072B2"
+ORANGE = "#E69F00"
+GREEN = "#009E73"
+RED = "#D55E00"
+PURPLE = "#CC79A7"
+SKY = "#56B4E9"
+GREY = "#8C8C8C"
+DARK = "#444444"
 COLORS = (BLUE, ORANGE, GREEN, RED, PURPLE, SKY)
+SAMPLERS = {"sync": GREY, "nover": ORANGE, "ver": BLUE, "async": PURPLE}
 
 
 def setup():
-    """Small pictures with a background of their own, legible on light and dark pages; the same random numbers every time."""
-    plt.rcParams.update({"figure.facecolor": "white", "figure.dpi": 96, "font.size": 10, "axes.grid": False})
-    plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "savefig.facecolor": "white"})
-    plt.rcParams["axes.prop_cycle"] = plt.cycler(color=COLORS)
+    """Small pictures with a background of their own, legible on light and dark pages; the same
+    random numbers every time."""
+    parameters = {
+        "figure.facecolor": "white",
+        "savefig.facecolor": "white",
+        "figure.dpi": 96,
+        "font.size": 10,
+        "axes.grid": False,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.prop_cycle": plt.cycler(color=COLORS),
+    }
+    plt.rcParams.update(parameters)
     torch.manual_seed(0)
     torch.set_num_threads(1)
 
 
 def match(predicted, computed, tolerance=1e-6):
-    """Print whether the computed numbers are those that were predicted, but for this relative difference. Raises
-    AssertionError if not."""
-    predicted, computed = np.asarray(predicted), np.asarray(computed)
-    same = predicted.shape == computed.shape and np.allclose(computed, predicted, rtol=tolerance, atol=1e-6)
+    """Print whether the computed numbers are those that were predicted, but for this relative
+    difference. Raises AssertionError if not."""
+    predicted = np.asarray(predicted)
+    computed = np.asarray(computed)
+    same = predicted.shape == computed.shape
+    same = same and np.allclose(computed, predicted, rtol=tolerance, atol=1e-6)
     with np.printoptions(precision=4, suppress=True, threshold=12, edgeitems=4):
         print(f"predicted {predicted}\ncomputed  {computed}")
     size = f" ({predicted.size} numbers)" if predicted.size > 12 else ""
@@ -46,51 +64,60 @@ def match(predicted, computed, tolerance=1e-6):
 
 def legend(axis, colors, **more):
     """What the colours mean: a dictionary from word to colour."""
-    axis.legend(handles=[Patch(color=color, label=word) for word, color in colors.items()], frameon=False, **more)
-
-
-SAMPLERS = {"sync": GREY, "nover": ORANGE, "ver": BLUE, "async": PURPLE}
+    handles = [Patch(color=color, label=word) for word, color in colors.items()]
+    axis.legend(handles=handles, frameon=False, **more)
 
 
 def timeline(axis, num_envs, steps, phases, title, marks_in_flight=True):
-    """What every environment and the learner did when: `steps` (environment, begin, seconds), `phases` (begin, seconds)."""
+    """What every environment and the learner did when: `steps` (environment, begin, seconds),
+    `phases` (begin, seconds)."""
     names = {
         "simulating a step": BLUE,
         "in flight when learning begins: counts for the next rollout": ORANGE,
         "learning": DARK,
     }
     step, in_flight, learning = names.values()
+    spans = {}  # by lane and colour: drawing is many times as fast as bar by bar
     for env, begin, sec in steps:
         crosses = marks_in_flight and any(begin < phase < begin + sec for phase, _ in phases)
-        color = in_flight if crosses else step
-        axis.broken_barh([(begin, sec)], (env - 0.4, 0.8), facecolor=color, edgecolor="white", lw=0.5)
+        spans.setdefault((env, in_flight if crosses else step), []).append((begin, sec))
+    for (env, color), lane in spans.items():
+        axis.broken_barh(lane, (env - 0.4, 0.8), facecolor=color, edgecolor="white", lw=0.5)
     axis.broken_barh(phases, (num_envs - 0.4, 0.8), facecolor=learning)
     axis.set(ylim=(num_envs + 0.6, -0.6), yticks=range(num_envs + 1), xlabel="seconds")
-    axis.set_yticklabels([*(f"environment {env}" for env in range(num_envs)), "learner"], fontsize=9)
+    lanes = [f"environment {env}" for env in range(num_envs)]
+    axis.set_yticklabels([*lanes, "learner"], fontsize=9)
     axis.set_title(title, fontsize=10, loc="left")
     return names
 
 
 def step_times(num_envs, sigma_env, sigma_step, seed=9):
-    """Seconds of 4,000 steps of each environment: log-normal with mean 1, their spread between and within environments."""
+    """Seconds of 4,000 steps of each environment: log-normal with mean 1, their spread between and
+    within environments."""
     rng = np.random.default_rng(seed)
     slow_N1 = rng.lognormal(-(sigma_env**2) / 2, sigma_env, (num_envs, 1))
     return slow_N1 * rng.lognormal(-(sigma_step**2) / 2, sigma_step, (num_envs, 4000))
 
 
 def compare_samplers(seconds_NK, num_steps, updates, inference_sec, learning_sec, height=8.0):
-    """Timelines of all samplers on the same step times, below each other: figure 1 of the VER paper, computed."""
-    figure, axes = plt.subplots(len(SAMPLERS), 1, figsize=(9, height), sharex=True, layout="constrained")
+    """Timelines of all samplers on the same step times, below each other: figure 1 of the VER
+    paper, computed."""
+    size = {"figsize": (9, height), "layout": "constrained"}
+    figure, axes = plt.subplots(len(SAMPLERS), 1, sharex=True, **size)
+    num_envs = len(seconds_NK)
     costs = {"inference_sec": inference_sec, "learning_sec": learning_sec}
     for axis, sampler in zip(axes, SAMPLERS):
-        run = virtual_clock.run(sampler, lambda e, k: seconds_NK[e, k], len(seconds_NK), num_steps, updates, **costs)
-        learned, sec, steps, phases = run
+        found = virtual_clock.run(
+            sampler, lambda e, k: seconds_NK[e, k], num_envs, num_steps, updates, **costs
+        )
+        learned, sec, steps, phases = found
         title = f"{sampler}: {learned} steps in {sec:.0f} seconds, {learned / sec:.1f} a second"
         begun = [step for step in steps if step[1] < sec]
-        names = timeline(axis, len(seconds_NK), begun, phases, title, marks_in_flight=sampler != "async")
+        colors = timeline(axis, num_envs, begun, phases, title, marks_in_flight=sampler != "async")
         axis.axvline(sec, color="black", lw=1)
         axis.set_xlabel("seconds" if axis is axes[-1] else "")
-    figure.legend(*zip(*[(Patch(color=color), name) for name, color in names.items()]), ncol=3, loc="outside lower center")
+    handles = [Patch(color=color) for color in colors.values()]
+    figure.legend(handles, list(colors), ncol=3, loc="outside lower center")
     return figure
 
 
@@ -99,7 +126,8 @@ def cells(axis, row, columns, colors, texts, size=9):
     for column, color, text in zip(columns, colors, texts):
         axis.add_patch(Rectangle((column, row), 0.94, 0.9, facecolor=color, edgecolor="white"))
         ink = "white" if color in (BLUE, GREEN, RED, DARK) else "black"
-        axis.text(column + 0.47, row + 0.43, text, ha="center", va="center", fontsize=size, color=ink)
+        style = {"ha": "center", "va": "center", "fontsize": size, "color": ink}
+        axis.text(column + 0.47, row + 0.43, text, **style)
 
 
 def grid_for_cells(axis, columns, rows):
@@ -112,7 +140,9 @@ def band(axis, x, values_KX, color, label):
     """Mean of K seeds, and the range from the lowest to the highest."""
     values_KX = np.asarray(values_KX)
     axis.plot(x, values_KX.mean(axis=0), color=color, label=label)
-    axis.fill_between(x, values_KX.min(axis=0), values_KX.max(axis=0), color=color, alpha=0.2, lw=0)
+    low_X = values_KX.min(axis=0)
+    high_X = values_KX.max(axis=0)
+    axis.fill_between(x, low_X, high_X, color=color, alpha=0.2, lw=0)
 
 
 def load_result(task):
@@ -128,131 +158,110 @@ def curves(result, tag):
 
 
 def learning_curves(results):
-    """Success and SPL of tasks over their steps: a dictionary from label to what `load_result` gives."""
+    """Success and SPL of tasks over their steps: a dictionary from label to what `load_result`
+    gives."""
     figure, axes = plt.subplots(1, 2, figsize=(9, 3), sharey=True, layout="constrained")
     for axis, tag in zip(axes, ("success", "spl")):
         for color, (label, result) in zip(COLORS, results.items()):
             steps, values_KX = curves(result, f"metrics/{tag}")
             band(axis, steps / 1e6, values_KX, color, label)
-        axis.set(xlabel="million steps", ylim=(0, 1), title=f"{tag.replace('spl', 'SPL')}, last 100 training episodes")
+        title = f"{tag.replace('spl', 'SPL')}, last 100 training episodes"
+        axis.set(xlabel="million steps", ylim=(0, 1), title=title)
     axes[0].legend(frameon=False, loc="lower right")
     return figure
 
 
 def transfer_curves(runs, tasks):
-    """Return over steps, a panel for each task, a curve for each variant: figure 5 of the DD-PPO paper."""
+    """Return over steps, a panel for each task, a curve for each variant: figure 5 of the DD-PPO
+    paper."""
     figure, axes = plt.subplots(1, len(tasks), figsize=(9, 3.4), layout="constrained")
     for axis, (task, what) in zip(axes, tasks.items()):
         for color, (variant, found) in zip(COLORS, runs[task].items()):
             steps, values_KX = curves({"runs": found}, "charts/episodic_return")
             band(axis, steps / 1e3, values_KX, color, variant)
-        axis.set(xlabel="thousand steps", ylabel=what, title=f"{task}, last 100 training episodes")
-    figure.legend(*axes[0].get_legend_handles_labels(), ncol=3, frameon=False, loc="outside lower center")
+        title = f"{task}, last 100 training episodes"
+        axis.set(xlabel="thousand steps", ylabel=what, title=title)
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, ncol=3, frameon=False, loc="outside lower center")
     return figure
 
 
 def family_tree(axis, decisions):
-    """Who goes on from whom: a lane for each member, in the colour of the one whose first weights its own descend from; an
-    arrow where it takes over, a dot where it mutates. `decisions`: a list for each member, in order of steps."""
-    ancestor = {member: [(0, member)] for member in range(len(decisions))}  # member -> (since this step, whose weights)
+    """Which member continues from which: a lane for each, in the colour of the one whose first
+    weights its own descend from; an arrow where it takes over, a dot where it mutates. `decisions`:
+    a list for each member, in order of steps."""
+    # member -> (since this step, whose weights)
+    ancestor = {member: [(0, member)] for member in range(len(decisions))}
 
     def weights_of(member, step):
         return [whose for since, whose in ancestor[member] if since <= step][-1]
 
-    for line in sorted((line for member in decisions for line in member), key=lambda line: (line["step"], line["member"])):
+    lines = [line for member in decisions for line in member]
+    for line in sorted(lines, key=lambda line: (line["step"], line["member"])):
+        step = line["step"]
+        member = line["member"]
         if line["decision"] == "takes over":
-            step, donor = line["step"], line["from"]
+            donor = line["from"]
             their_step = line["others"][str(donor)][0]
-            ancestor[line["member"]].append((step, weights_of(donor, their_step)))
+            ancestor[member].append((step, weights_of(donor, their_step)))
             arrow = {"arrowstyle": "->", "color": DARK, "lw": 1}
-            axis.annotate("", (step, line["member"]), (their_step, donor), arrowprops=arrow)
+            axis.annotate("", (step, member), (their_step, donor), arrowprops=arrow)
         elif line["decision"] == "mutates":
-            axis.plot(line["step"], line["member"], "o", color="white", mec=DARK, ms=5, zorder=3)
+            axis.plot(step, member, "o", color="white", mec=DARK, ms=5, zorder=3)
     last = max(member[-1]["step"] for member in decisions)
     for member, since in ancestor.items():
-        for (begin, whose), end in zip(since, [*(step for step, _ in since[1:]), last]):
-            axis.plot([begin, end], [member, member], color=COLORS[whose], lw=5, solid_capstyle="butt")
-    axis.set(yticks=range(len(decisions)), ylim=(len(decisions) - 0.5, -0.5), ylabel="member", xlabel="steps")
+        ends = [*(step for step, _ in since[1:]), last]
+        for (begin, whose), end in zip(since, ends):
+            lane = {"color": COLORS[whose], "lw": 5, "solid_capstyle": "butt"}
+            axis.plot([begin, end], [member, member], **lane)
+    limits = (len(decisions) - 0.5, -0.5)
+    axis.set(yticks=range(len(decisions)), ylim=limits, ylabel="member", xlabel="steps")
 
 
 def schedules(axis, decisions, name):
     """How an option has evolved in each member, on a logarithmic scale."""
     for color, member in zip(COLORS, decisions):
-        steps = [0, *(line["step"] for line in member for _ in range(2))]
-        values = [member[0]["options"][name], *(part[name] for line in member for part in (line["options"], line["to"]))]
+        steps = [0]
+        values = [member[0]["options"][name]]
+        for line in member:  # a step in the curve: before the decision, and after it
+            steps += [line["step"], line["step"]]
+            values += [line["options"][name], line["to"][name]]
         axis.plot(steps, values, color=color, label=f"member {member[0]['member']}")
     axis.set(yscale="log", xlabel="steps", ylabel=name)
 
 
-# ------------------------------------------------------------------------------------------------------------ PointNav
-
-
-def load_policy(folder):
-    """Policy and options of a finished run."""
-    saved = ver_ppo.load_checkpoint(Path(folder) / "checkpoint.pt")
-    options = ver_ppo.Options(**saved["options"] | {"device": "cpu"})
-    policy = ver_ppo.make_policy(ver_ppo.describe_env(options), options)
-    policy.load_state_dict(saved["policy"])
-    return policy, options
-
-
-class Skill:
-    """A policy that acts for one robot: its memory, empty at first, and its last action."""
-
-    def __init__(self, policy):
-        self.policy, self.state, self.first = policy, torch.zeros(1, *policy.state_shape), torch.tensor([True])
-        self.action = torch.zeros(1, 1, dtype=torch.int64) if policy.choices else torch.zeros(1, policy.actor.out_features)
-
-    @torch.inference_mode()
-    def act(self, observation):
-        """The next action, sampled."""
-        obs = {key: torch.from_numpy(part)[None] for key, part in observation.items()}
-        distribution, _, self.state = self.policy.step(obs, self.action, self.first, self.state)
-        self.action, self.first = distribution.sample(), torch.tensor([False])
-        return self.action[0].numpy()
-
-
-def play(policy, env, seed):
-    """Play one episode: yields the environment, without wrappers, after every step; its last `info` is in `env.info`."""
-    env, skill, ended = env.unwrapped, Skill(policy), False
-    observation, _ = env.reset(seed=seed)
-    while not ended:
-        observation, _, terminated, truncated, env.info = env.step(skill.act(observation).item())
-        ended = terminated or truncated
-        yield env
-
-
-def shortest_path(env):
-    """Points of the shortest path from where the agent stands to the goal."""
-    points, beyond = [env.position], np.inf
-    while beyond > 0:
-        via = np.where(env.beyond_C < beyond, env.waypoints(points[-1]), np.inf).argmin()
-        points, beyond = [*points, env.waypoints_C2[via]], env.beyond_C[via]
-    return points
+# --------------------------------------------------------------------------------------- PointNav
 
 
 def flat(axis, boxes_K4, num_walls, size):
     """Walls and furniture of a floor plan."""
     for box, (x0, y0, x1, y1) in enumerate(boxes_K4):
-        axis.add_patch(Rectangle((x0, y0), x1 - x0, y1 - y0, color=DARK if box < num_walls else "#B0B0B0", lw=0))
-    axis.set(xlim=(-0.1, size[0] + 0.1), ylim=(-0.1, size[1] + 0.1), aspect="equal", xticks=[], yticks=[])
+        color = DARK if box < num_walls else "#B0B0B0"
+        axis.add_patch(Rectangle((x0, y0), x1 - x0, y1 - y0, color=color, lw=0))
+    width, depth = size
+    axis.set(xlim=(-0.1, width + 0.1), ylim=(-0.1, depth + 0.1), aspect="equal")
+    axis.set(xticks=[], yticks=[])
 
 
 def chain_view(axis, found):
-    """One whole chain from above: the way of each skill, where the object lay (ring) and where it belongs (square)."""
+    """One whole chain from above: the way of each skill, where the object lay (ring) and where it
+    belongs (square)."""
     flat(axis, found["boxes"], found["walls"], found["size"])
     for number, (name, path) in enumerate(found["stages"]):
         color = {"navigate": SKY, "pick": ORANGE, "place": PURPLE}[name]
-        axis.plot(*np.array(path).T, "o-" if len(path) < 20 else "-", color=color, ms=3, lw=2, label=f"{number + 1} {name}")
+        x, y = np.array(path).T
+        line = "o-" if len(path) < 20 else "-"
+        axis.plot(x, y, line, color=color, ms=3, lw=2, label=f"{number + 1} {name}")
     axis.plot(*found["object"], "o", mfc="none", mec=RED, ms=9, mew=2)
     axis.plot(*found["place"], "s", mfc="none", mec=RED, ms=9, mew=2)
     axis.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
 
 
 def plan_view(axis, env):
-    """A floor plan from above: the shortest path from the start, the path that was walked, and where it ended; around the
-    goal a circle of 0.2 m."""
-    start, end = env.path[0], env.path[-1]
+    """A floor plan from above: the shortest path from the start, the path that was walked, and
+    where it ended; around the goal a circle of 0.2 m."""
+    start = env.path[0]
+    end = env.path[-1]
     flat(axis, env.plan.boxes_K4, env.plan.num_walls, env.plan.size)
     env.position = start
     axis.plot(*np.array(shortest_path(env)).T, color=GREEN, lw=3, alpha=0.6)

@@ -1,4 +1,4 @@
-"""Make `import ver_ppo` and `import virtual_clock` work from wherever pytest is started."""
+"""Make `import ver_ppo` and `import notebooks` work from wherever pytest is started."""
 
 import sys
 from pathlib import Path

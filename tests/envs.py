@@ -2,7 +2,10 @@
 
 import gymnasium as gym
 import numpy as np
+import torch
 from gymnasium import spaces
+
+import ver_ppo
 
 
 class Cue(gym.Env):
@@ -58,7 +61,10 @@ class Everything(Count):
     observation_space = spaces.Dict(
         {
             "camera": spaces.Dict(
-                {"rgb": spaces.Box(0, 255, (24, 20, 3), np.uint8), "grey": spaces.Box(0, 255, (16, 16), np.uint8)}
+                {
+                    "rgb": spaces.Box(0, 255, (24, 20, 3), np.uint8),
+                    "grey": spaces.Box(0, 255, (16, 16), np.uint8),
+                }
             ),
             "first": spaces.Box(0, 255, (3, 36, 40), np.uint8),
             "arm": spaces.Box(-np.inf, np.inf, (2, 3), np.float64),
@@ -79,7 +85,9 @@ class Everything(Count):
 class Continuous(Count):
     """Bounded and unbounded continuous actions."""
 
-    action_space = spaces.Box(np.array([[0.0, -np.inf]]), np.array([[4.0, np.inf]]), dtype=np.float64)
+    action_space = spaces.Box(
+        np.array([[0.0, -np.inf]]), np.array([[4.0, np.inf]]), dtype=np.float64
+    )
 
     def step(self, action):
         assert self.action_space.contains(action), action
@@ -102,6 +110,28 @@ class Told(Count):
         self.told = options, split, number, limit
 
 
+class WideCore(ver_ppo.FeedForward):
+    """A feed-forward core with a layer more."""
+
+    def __init__(self, in_features, hidden, times):
+        super().__init__(times * hidden, hidden)
+        self.wide = torch.nn.Linear(in_features, times * hidden)
+
+    def forward(self, x):
+        return super().forward(torch.relu(self.wide(x)))
+
+
+class Wide(ver_ppo.Policy):
+    """A policy with another core, and an argument of its own."""
+
+    def __init__(self, spec, options, times=2):
+        self.times = times
+        super().__init__(spec, options)
+
+    def make_core(self, in_features, options):
+        return WideCore(in_features, options.hidden_size, self.times)
+
+
 for name in ("Cue", "Count", "Everything", "Continuous"):
     gym.register(f"{name}-v0", f"{__name__}:{name}")
 for name, its_spaces in {
@@ -111,5 +141,7 @@ for name, its_spaces in {
 }.items():
     gym.register(f"{name}-v0", f"{__name__}:Unsupported", kwargs=its_spaces)
 gym.register("Scenes-v0", f"{__name__}:Count", kwargs={"limit": 150})
-gym.register("Told-v0", f"{__name__}:Told", kwargs={"options": None, "split": "", "number": 0, "limit": 9})
+gym.register(
+    "Told-v0", f"{__name__}:Told", kwargs={"options": None, "split": "", "number": 0, "limit": 9}
+)
 gym.register("Autoreset-v0", lambda **kwargs: gym.wrappers.Autoreset(Count(**kwargs)))

@@ -1,4 +1,5 @@
-"""Environments that misbehave, for the tests. Importing registers them: `tests.faulty_envs:Faulty-raise-v0` and so on."""
+"""Environments that misbehave, for the tests. Importing registers them:
+`tests.faulty_envs:Faulty-raise-v0` and so on."""
 
 import itertools
 import os
@@ -19,7 +20,9 @@ from tests.envs import Count
 def leak():
     """Take memory until the limit of this process, which is near."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
-    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**28, resource.RLIM_INFINITY))
+    resource.setrlimit(
+        resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**28, resource.RLIM_INFINITY)
+    )
     hoard = []
     while True:
         hoard.append(bytearray(2**20))
@@ -47,7 +50,8 @@ RUBBISH = {  # what an answer can be instead: (observation, reward) made of the 
 
 
 class Faulty(Count):
-    """Misbehaves at its 90th step of life, the 10th of its 5th episode, in the way that `fault` names."""
+    """Misbehaves at its 90th step of life, the 10th of its 5th episode, in the way that `fault`
+    names."""
 
     def __init__(self, fault, render_mode=None):
         super().__init__(limit=20)
@@ -78,20 +82,27 @@ class Late(Count):
 
 
 class Numbered(gym.Wrapper):
-    """CartPole that takes 1 to 20 ms a step, dies and hangs at random, and keeps a book of every step it is asked for.
+    """CartPole that takes 1 to 20 ms a step, dies and hangs at random, and keeps a book of every
+    step it is asked for.
 
-    A step's number is (seed of the episode, step in the episode); it stands in the observation too, as floats so small that
-    no network sees them. The book of each life is a file in the folder $NUMBERED_BOOKS. Deaths and hangs come every
-    $NUMBERED_DEATH_SEC and $NUMBERED_HANG_SEC seconds on average.
+    A step's number is (seed of the episode, step in the episode); it stands in the observation too,
+    as floats so small that no network sees them. The book of each life is a file in the folder
+    $NUMBERED_BOOKS. Deaths and hangs come every $NUMBERED_DEATH_SEC and $NUMBERED_HANG_SEC seconds
+    on average.
     """
 
     def __init__(self, render_mode=None):
         super().__init__(gym.make("CartPole-v1"))
         number = gym.spaces.Box(-np.inf, np.inf, (3,), np.float32)
-        self.observation_space = gym.spaces.Dict({"task": self.env.observation_space, "number": number})
+        self.observation_space = gym.spaces.Dict(
+            {"task": self.env.observation_space, "number": number}
+        )
         self.book, self.random = None, random.Random()
         mean_sec = {name: float(os.environ[f"NUMBERED_{name}_SEC"]) for name in ("DEATH", "HANG")}
-        self.until = {name: time.monotonic() + self.random.expovariate(1 / sec) for name, sec in mean_sec.items()}
+        self.until = {
+            name: time.monotonic() + self.random.expovariate(1 / sec)
+            for name, sec in mean_sec.items()
+        }
 
     def reset(self, *, seed=None, options=None):
         observation, info = self.env.reset(seed=seed)
@@ -99,7 +110,9 @@ class Numbered(gym.Wrapper):
         return self.numbered(observation), info
 
     def numbered(self, observation):
-        number = np.array([self.seed >> 16, self.seed & 0xFFFF, self.steps], np.int32).view(np.float32)
+        number = np.array([self.seed >> 16, self.seed & 0xFFFF, self.steps], np.int32).view(
+            np.float32
+        )
         return {"task": observation, "number": number}
 
     def step(self, action):
@@ -124,12 +137,14 @@ def number_of(number_B3):
 
 
 class Traced(Count):
-    """Kills its process, once, at the k-th line of ver_ppo.py that it comes to after this environment is made; k is the run's
-    --exp-name."""
+    """Kills its process, once, at the k-th line of ver_ppo.py that it comes to after this
+    environment is made; k is the run's --exp-name."""
 
     def __init__(self, options, render_mode=None):
         super().__init__()
-        lines, k, killed = itertools.count(1), int(options.exp_name), Path(options.runs_dir) / "killed"
+        lines = itertools.count(1)
+        k = int(options.exp_name)
+        killed = Path(options.runs_dir) / "killed"
 
         def trace(frame, event, _):
             if not frame.f_code.co_filename.endswith("ver_ppo.py"):
@@ -140,7 +155,7 @@ class Traced(Count):
             return trace
 
         frame = sys._getframe()
-        while (frame := frame.f_back) and not killed.exists():  # who has called this goes on under the tracer
+        while (frame := frame.f_back) and not killed.exists():  # callers go on under the tracer
             frame.f_trace = trace
             sys.settrace(trace)
 

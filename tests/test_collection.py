@@ -5,7 +5,7 @@ import copy
 import numpy as np
 import pytest
 import torch
-from virtual_clock import VirtualWorkers, assert_nothing_is_lost, build, collect, observation_of, reward_of, taken
+from notebooks.extensions.virtual_clock import VirtualWorkers, assert_nothing_is_lost, build, collect, observation_of, reward_of, taken
 
 import ver_ppo
 

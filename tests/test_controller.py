@@ -1,18 +1,22 @@
-"""The neural controller: its goal reaches the controller, learning is acting, and only the planner learns."""
+"""The neural controller: its goal reaches the controller, learning is acting, and only the planner
+learns."""
 
 import pytest
 import torch
 
 import ver_ppo
-from notebooks.controller import NeuralController
+from notebooks.extensions.controller import NeuralController
 from tests.test_run import one_line, run_folders, run_here, saved, small
 
-LINE = "--simulator builtin --image-size 16 --num-workers 0"
+POLICY = "notebooks.extensions.controller:NeuralController"
+WORDS = ("simulator=builtin", "image_size=16")
+LINE = f"--env-kwargs {' '.join(WORDS)} --num-workers 0"
 
 
 def build(**options):
     """A policy on random weights, and what it needs to act once for each of B environments."""
-    options = ver_ppo.Options(simulator="builtin", image_size=16, hidden_size=16, controller="FILE", device="cpu", **options)
+    given = {"env_kwargs": WORDS, "policy": POLICY, "init_from": "FILE", "device": "cpu"}
+    options = ver_ppo.Options(hidden_size=16, **given, **options)
     spec, policy, _ = ver_ppo.build(options)
     assert isinstance(policy, NeuralController)
     return options, spec, policy
@@ -24,12 +28,15 @@ def observations(size):
 
 
 def test_goal_is_the_planners():
-    """What the environment says of a goal changes nothing; what the planner says does, in metres and in bearing."""
+    """What the environment says of a goal changes nothing; what the planner says does, in metres
+    and in bearing."""
     _, _, policy = build()
     obs, state = observations(5), torch.randn(5, *policy.state_shape)
     inputs = torch.ones(5, 1, dtype=torch.int64), torch.zeros(5, dtype=torch.bool), state
     before = policy.step(obs, *inputs)[0].base_dist.logits
-    assert torch.equal(before, policy.step(obs | {"goal": torch.rand(5, 3)}, *inputs)[0].base_dist.logits)
+    assert torch.equal(
+        before, policy.step(obs | {"goal": torch.rand(5, 3)}, *inputs)[0].base_dist.logits
+    )
     for component in range(3):
         policy.planner.actor.bias.data[component] += 1.0
         after = policy.step(obs, *inputs)[0].base_dist.logits
@@ -39,29 +46,35 @@ def test_goal_is_the_planners():
     assert goal_B3[:, 0].min() >= -0.25 and goal_B3[:, 1:].abs().max() <= 1  # elu(x) + 0.75, tanh
 
 
-@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("layers", [1, 2, 0])
 def test_controller_is_the_agent(layers):
-    """Given the same goal, the controller's distribution is that of the PointNav agent whose weights it has taken."""
+    """Given the same goal, the controller's distribution is that of the PointNav agent whose
+    weights it has taken."""
     options, spec, policy = build(lstm_layers=layers)
     agent = ver_ppo.Policy(spec, options)
-    weights = agent.state_dict()
-    names = {name: name if name.startswith("encoders.depth") else f"controller.{name}" for name in weights}
-    policy.load_state_dict(policy.state_dict() | {names[name]: weights[name] for name in weights})
-    obs, action, first = observations(4), torch.zeros(4, 1, dtype=torch.int64), torch.tensor([True, False, False, False])
+    policy.load_state_dict(policy.state_dict() | agent.state_dict())
+    obs = observations(4)
+    action = torch.zeros(4, 1, dtype=torch.int64)
+    first = torch.tensor([True, False, False, False])
     own, state = torch.zeros(2, 4, *agent.state_shape)
     for _ in range(3):
         both = torch.cat([own, state], dim=1)
         distribution, _, after = policy.step(obs, action, first, both)
-        goal, _, _ = policy.planner.step({"depth": policy.encoders["depth"](obs)}, action, first, own)
+        goal, _, _ = policy.planner.step(
+            {"depth": agent.encoders["depth"](obs)}, action, first, own
+        )
         expected, _, state = agent.step(obs | {"goal": goal}, action, first, state)
         assert torch.allclose(distribution.base_dist.logits, expected.base_dist.logits, atol=1e-6)
         own, controller_state = after.chunk(2, dim=1)
         assert torch.allclose(controller_state, state, atol=1e-6)
-        obs, action, first = observations(4), distribution.sample(), torch.zeros(4, dtype=torch.bool)
+        obs = observations(4)
+        action = distribution.sample()
+        first = torch.zeros(4, dtype=torch.bool)
 
 
 def test_learning_is_acting():
-    """Packed sequences give the values and log-probabilities of stepping, and gradients reach the planner alone."""
+    """Packed sequences give the values and log-probabilities of stepping, and gradients reach the
+    planner alone."""
     _, _, policy = build()
     length, batch_sizes = [4, 2, 1], torch.tensor([3, 2, 1, 1])
     steps = [observations(int(size)) for size in batch_sizes]
@@ -74,40 +87,52 @@ def test_learning_is_acting():
         )
         values.append(value), logits.append(distribution.base_dist.logits)
     obs = {key: torch.cat([step[key] for step in steps]) for key in steps[0]}
-    packed = policy.sequences(obs, torch.cat(actions), torch.zeros(sum(length), dtype=torch.bool), start, batch_sizes)
+    packed = policy.sequences(
+        obs, torch.cat(actions), torch.zeros(sum(length), dtype=torch.bool), start, batch_sizes
+    )
     assert torch.allclose(packed[1], torch.cat(values), atol=1e-5)
     assert torch.allclose(packed[0].base_dist.logits, torch.cat(logits), atol=1e-5)
     packed[0].log_prob(torch.zeros(sum(length), 1, dtype=torch.int64)).sum().backward()
-    moved = {name for name, parameter in policy.named_parameters() if parameter.grad is not None and parameter.grad.any()}
+    moved = {
+        name
+        for name, parameter in policy.named_parameters()
+        if parameter.grad is not None and parameter.grad.any()
+    }
     assert {"planner.actor.weight", "planner.core.weight_hh_l0"} <= moved
     assert all(name.startswith("planner.") for name in moved)
 
 
 @pytest.mark.parametrize("how", ["", "--overlap"])
 def test_controller(tmp_path, capsys, how):
-    """A whole run from a PointNav agent's checkpoint: only the planner has changed; it goes on and is evaluated without that
-    file; unfit ones are refused."""
+    """A whole run from a PointNav agent's checkpoint: only the planner has changed; it goes on and
+    is evaluated without that file; unfit ones are refused."""
     agent = run_here(tmp_path / "one", f"{LINE} --total-timesteps 64") / "checkpoint.pt"
-    line = f"{LINE} --env-id notebooks.tasks:Flee-v0 --controller {agent} {how}"
+    line = f"{LINE} --env-id notebooks.environments.tasks:Flee-v0 --policy {POLICY} {how}"
+    one_line(capsys, small(tmp_path / "three", *line.split()), "its agent comes from --init-from")
+    line += f" --init-from {agent}"
     run = run_here(tmp_path / "two", f"{line} --learning-rate 1e-2 --total-timesteps 128")
     before, after = ver_ppo.load_checkpoint(agent)["policy"], saved(run)["policy"]
     for name, tensor in before.items():
-        assert torch.equal(tensor, after[name if name.startswith("encoders.depth") else f"controller.{name}"]), name
+        assert torch.equal(tensor, after[name]), name
     fresh = build()[2].state_dict()
     assert not torch.equal(after["planner.actor.weight"], fresh["planner.actor.weight"])
     if how:
         return
     capsys.readouterr()
-    for change, words in (("--hidden-size 24", "network is another one"), ("--image-size 32", "network is another one")):
+    for change, words in {
+        "--hidden-size 24": "network is another one",
+        "--env-kwargs simulator=builtin image_size=32": "network is another one",
+        "--lstm-layers 2": "network is another one",
+        "--env-id CartPole-v1 --env-kwargs": "the observation `goal`",
+        "--encoder none": "the observation `goal`",
+        "--cpc": "has no --cpc, --bf16",
+        "--reset critic": "has no --cpc, --bf16 and --reset",
+    }.items():
         one_line(capsys, small(tmp_path / "three", *line.split(), *change.split()), words)
-    one_line(
-        capsys,
-        small(tmp_path / "three", *line.split(), "--env-id", "CartPole-v1", "--simulator", "auto"),
-        "the observation `goal`",
-    )
-    one_line(capsys, small(tmp_path / "three", *line.split(), "--cpc"), "has no --init-from, --cpc")
     assert not (tmp_path / "three").exists()
     agent.unlink()
-    assert ver_ppo.main(["--resume", str(run), "--total-timesteps", "192"]) == 0 and saved(run)["step"] == 192
+    assert ver_ppo.main(["--resume", str(run), "--total-timesteps", "192"]) == 0
+    assert saved(run)["step"] == 192
     assert ver_ppo.main(["--checkpoint", str(run / "checkpoint.pt"), "--eval-episodes", "2"]) == 0
-    assert "evaluation, 2 sampled episodes" in capsys.readouterr().out and run_folders(tmp_path / "two") == [run]
+    assert "evaluation, 2 sampled episodes" in capsys.readouterr().out
+    assert run_folders(tmp_path / "two") == [run]

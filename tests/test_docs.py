@@ -11,11 +11,15 @@ from conftest import ROOT
 
 import ver_multigpu
 import ver_ppo
-from notebooks import chain, controller, draw, habitat_env, pointnav, population, rearrange, tasks, wrappers
+from notebooks import draw
+from notebooks.environments import habitat, pointnav, rearrange, tasks
+from notebooks.extensions import chain, controller, play, population, virtual_clock, wrappers
 
 SOURCE = (ROOT / "ver_ppo.py").read_text()
 ROWS = re.findall(r"^\| (.+) \| (`.+`) \| (.+) \| \[(\w+)\]\((tests/\w+\.py)\) \|$", (ROOT / "README.md").read_text(), re.M)
-BESIDE = [chain, controller, draw, habitat_env, pointnav, population, rearrange, tasks, wrappers]  # the scripts
+ENVIRONMENTS = [habitat, pointnav, rearrange, tasks]
+EXTENSIONS = [chain, controller, play, population, virtual_clock, wrappers]
+BESIDE = [draw, *ENVIRONMENTS, *EXTENSIONS]  # the scripts
 MODULES = pytest.mark.parametrize("module", [ver_ppo, ver_multigpu, *BESIDE], ids=lambda module: module.__name__)
 
 
@@ -29,7 +33,7 @@ def test_table_of_mechanisms():
 @pytest.mark.parametrize("mechanism, functions, section, test, file", ROWS, ids=[row[0] for row in ROWS])
 def test_mechanism(mechanism, functions, section, test, file):
     """Every function and every test that a row names exists."""
-    homes = ver_ppo, ver_multigpu, SimpleNamespace(**{module.__name__.split(".")[1]: module for module in BESIDE})
+    homes = ver_ppo, ver_multigpu, SimpleNamespace(**{module.__name__.split(".")[-1]: module for module in BESIDE})
     for name in re.findall(r"`([\w.]+)`", functions):
         home = [home for home in homes if hasattr(home, name.split(".")[0])][0]
         assert callable(operator.attrgetter(name)(home)), name
@@ -66,21 +70,29 @@ def test_every_public_function_has_a_docstring(module):
     assert module.__doc__
 
 
-LIMITS = {"ver_ppo.py": (2000, 110), "ver_multigpu.py": (350, 25), "README.md": (200, 14)}
+FOLDERS = {  # what the files of a folder may import of the project
+    ".": {"ver_ppo"},
+    "notebooks/environments": {"notebooks.environments", "ver_ppo"},
+    "notebooks/extensions": {"notebooks.environments", "notebooks.extensions", "ver_ppo", "ver_multigpu"},
+    "notebooks": {"notebooks.environments", "notebooks.extensions", "notebooks.draw", "ver_ppo", "ver_multigpu"},
+}
 
 
-@pytest.mark.parametrize("file", LIMITS)
-def test_size(file):
-    """Lines and KB: it can be read."""
-    text = (ROOT / file).read_text()
-    lines, size = LIMITS[file]
-    assert len(text.splitlines()) <= lines and len(text.encode()) <= 1024 * size
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_arrows_run_one_way(folder):
+    """Scripts know no add-on, environments no extension, and nothing outside tests/ imports tests/."""
+    for path in [*(ROOT / folder).glob("*.py"), *(ROOT / folder).glob("*.ipynb")]:
+        text = path.read_text().replace('\\n"', "").replace('    "', "")  # of a notebook: its cells
+        found = re.findall(r"^\s*(?:from|import) ((?:notebooks|tests|ver_ppo|ver_multigpu)\b[\w.]*)", text, re.M)
+        found += [f"notebooks.{name}" for name in re.findall(r"^\s*from notebooks import (\w+)", text, re.M)]
+        for name in set(found) - {"notebooks"}:
+            assert any((name + ".").startswith(f"{room}.") for room in FOLDERS[folder]), (path.name, name)
 
 
 def test_lesson():
-    """Its end is marked, before line 950. What is needed by a real run stands below it: the lesson speaks of none of it."""
-    lesson, _ = SOURCE.split("\n# End of the lesson\n")
-    assert len(lesson.splitlines()) < 950
+    """Its end is marked. What is needed by a real run stands below it: the lesson speaks of none of it."""
+    lesson, rest = SOURCE.split("\n# End of the lesson\n")
+    assert "def train(" in lesson and "def main(" in rest
     code = lesson[lesson.index("\nclass Options:") :].split("\n\n\n", 1)[1]
     elsewhere = r"fault|signal|traced?|timeline|resum|rank|habitat|v-?trace|restart"
     assert re.findall(rf"\b(?:{elsewhere})\w*", code, re.I) == []

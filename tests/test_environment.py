@@ -1,4 +1,4 @@
-"""The built-in PointNav, and everything that Gymnasium environments may bring."""
+"""The built-in PointNav, and everything that Gymnasium environments may bring; emulated latency."""
 
 import heapq
 import math
@@ -9,7 +9,8 @@ from gymnasium.utils.env_checker import check_env
 
 import tests.envs as envs
 import ver_ppo
-from notebooks import pointnav
+from notebooks.environments import pointnav
+from tests.test_run import one_line, run_folders, small
 
 STOP, FORWARD, LEFT, RIGHT = range(4)
 
@@ -37,15 +38,21 @@ def play(env, choose, seed):
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_oracle(split):
     """Who follows the shortest path always succeeds, with SPL above 0.97."""
-    infos = [play(pointnav.PointNav(split, image_size=8), follow_shortest_path, seed)[0] for seed in range(50)]
+    infos = [
+        play(pointnav.PointNav(split, image_size=8), follow_shortest_path, seed)[0]
+        for seed in range(50)
+    ]
     assert all(info["success"] for info in infos)
     assert np.mean([info["spl"] for info in infos]) > 0.97
 
 
 def grid_distance(plan, start, goal, spacing=0.04):
-    """Dijkstra on a fine grid with 16 neighbours: at most 2.8 % longer than the shortest path, and free as it."""
+    """Dijkstra on a fine grid with 16 neighbours: at most 2.8 % longer than the shortest path, and
+    free as it."""
     size = (plan.size / spacing).astype(int)
-    points = np.stack(np.meshgrid(*(np.arange(n) * spacing for n in size), indexing="ij"), -1).reshape(-1, 2)
+    points = np.stack(
+        np.meshgrid(*(np.arange(n) * spacing for n in size), indexing="ij"), -1
+    ).reshape(-1, 2)
     free = plan.is_free(points).reshape(size)
     moves = [(i, j) for i in range(-2, 3) for j in range(-2, 3) if math.gcd(i, j) == 1]
     begin, end = (tuple((point / spacing).round().astype(int)) for point in (start, goal))
@@ -78,7 +85,8 @@ def test_geodesic_distance(seed):
 
 
 def test_rewards():
-    """Rewards add up to the distance gained, the slack of 0.01 for each step, and 2.5 SPL. A stop terminates."""
+    """Rewards add up to the distance gained, the slack of 0.01 for each step, and 2.5 SPL. A stop
+    terminates."""
     env = pointnav.PointNav()
     info, rewards, terminated, truncated = play(env, follow_shortest_path, 5)
     assert terminated and not truncated
@@ -96,7 +104,8 @@ def test_step_limit_is_truncation():
 
 
 def test_collisions_slide():
-    """Nobody ever enters an obstacle; who walks along a wall at an angle moves on along it."""
+    """The agent never enters an obstacle; where it walks into a wall at an angle, it moves along
+    it."""
     env, rng, slid = pointnav.PointNav(image_size=8), np.random.default_rng(0), 0
     for seed in range(10):
         env.reset(seed=seed)
@@ -111,11 +120,13 @@ def test_collisions_slide():
 
 
 def test_camera():
-    """Depth along the optical axis of a wall straight ahead, floor and ceiling; left of the image is the agent's left."""
+    """Depth along the optical axis of a wall straight ahead, floor and ceiling; left of the image
+    is the agent's left."""
     env = pointnav.PointNav(image_size=64)
     env.reset(seed=0)
     env.plan = pointnav.FloorPlan(np.random.default_rng(0))
-    env.plan.boxes_K4 = np.array([[5.0, -9.0, 6.0, 9.0], [3.0, 0.5, 4.0, 9.0]])  # a wall at 5 m; on the left one at 3 m
+    ahead, left = [5.0, -9.0, 6.0, 9.0], [3.0, 0.5, 4.0, 9.0]  # walls at 5 m and at 3 m
+    env.plan.boxes_K4 = np.array([ahead, left])
     env.position, env.heading = np.zeros(2), 0.0
     depth_HW = env.observe()["depth"][..., 0] * 10
     assert depth_HW[31, 40] == pytest.approx(5.0) and depth_HW[32, 50] == pytest.approx(5.0)
@@ -132,14 +143,20 @@ def test_splits_are_disjoint():
         for split in ("train", "val")
     ]
     assert len(plans[0]) == 256 and len(plans[1]) == 64 and not plans[0] & plans[1]
-    seeds = {ver_ppo.derive_seed(val, 1, env, episode) for val in (0, 1) for env in range(16) for episode in range(50)}
+    seeds = {
+        ver_ppo.derive_seed(val, 1, env, episode)
+        for val in (0, 1)
+        for env in range(16)
+        for episode in range(50)
+    }
     assert len(seeds) == 1600 and max(seeds) < 2**32
 
 
 @pytest.mark.filterwarnings("ignore:.*A Box observation space")  # the goal's distance has no bound
 @pytest.mark.parametrize("camera, size", [("depth", 64), ("rgb", 64), ("depth", 17), ("rgb", 128)])
 def test_gymnasium_accepts_pointnav(camera, size):
-    """Gymnasium's own checker, for several cameras; the seed alone decides what happens; the picture is the camera's."""
+    """Gymnasium's own checker, for several cameras; the seed alone decides what happens; the
+    picture is the camera's."""
     env = pointnav.PointNav(camera=camera, image_size=size)
     check_env(env, skip_render_check=True)
     found = []
@@ -149,13 +166,16 @@ def test_gymnasium_accepts_pointnav(camera, size):
     np.testing.assert_array_equal(*found)
     assert found[0][0].shape == (size, size, 1 if camera == "depth" else 3)
     picture, seen = env.render(), found[0][-1] * (255 if camera == "depth" else 1)
-    assert picture.shape == (size, size, 3) and picture.dtype == np.uint8 and abs(picture - np.floor(seen)).max() <= 1
+    assert picture.shape == (size, size, 3)
+    assert picture.dtype == np.uint8
+    assert abs(picture - np.floor(seen)).max() <= 1
 
 
 def test_spaces_are_flattened():
     """Nested Dict spaces become one level; uint8 stays uint8, float64 becomes float32."""
     spec = ver_ppo.describe_env(ver_ppo.Options(env_id="tests.envs:Everything-v0"))
-    assert list(spec.observations) == ["arm", "camera/grey", "camera/rgb", "first", "room", "switches"]
+    expected = "arm camera/grey camera/rgb first room switches"
+    assert list(spec.observations) == expected.split()
     io = ver_ppo.EnvIO(spec, 4)
     assert io.obs["camera/rgb"].dtype == np.uint8 and io.obs["camera/rgb"].shape == (4, 24, 20, 3)
     assert io.obs["arm"].dtype == np.float32 and io.obs["room"].dtype == io.action.dtype == np.int64
@@ -167,34 +187,97 @@ def test_spaces_are_flattened():
 def test_actions_reach_the_environment_as_it_wants_them():
     """Discrete with a start, MultiDiscrete, and Box scaled to its bounds and clipped there."""
     assert ver_ppo.to_env_action(envs.Count.action_space, np.array([0])) == -1
-    assert ver_ppo.to_env_action(envs.Everything.action_space, np.array([2, 0, 3])).tolist() == [2, 0, 3]
+    action = ver_ppo.to_env_action(envs.Everything.action_space, np.array([2, 0, 3]))
+    assert action.tolist() == [2, 0, 3]
     box = envs.Continuous.action_space
     np.testing.assert_allclose(ver_ppo.to_env_action(box, np.array([0.0, 5.0])), [[2.0, 5.0]])
     np.testing.assert_allclose(ver_ppo.to_env_action(box, np.array([-3.0, -5.0])), [[0.0, -5.0]])
 
 
 def test_environments_are_told_what_they_ask_for():
-    """Options, split and number go to environments that are registered with arguments of these names."""
+    """Options, split and number go to environments that are registered with arguments of these
+    names."""
     options = ver_ppo.Options(env_id="tests.envs:Told-v0")
     assert ver_ppo.make_env(options, "val", 3).unwrapped.told == (options, "val", 3, 9)
-    assert isinstance(ver_ppo.make_env(ver_ppo.Options(env_id="tests.envs:Count-v0")).unwrapped, envs.Count)
+    assert isinstance(
+        ver_ppo.make_env(ver_ppo.Options(env_id="tests.envs:Count-v0")).unwrapped, envs.Count
+    )
 
 
-def make_environment(env_id, **options):
-    """An environment and its row."""
-    options = ver_ppo.Options(env_id=env_id, num_envs=1, **options)
+BAD_ARGUMENTS = {  # of PointNav, and what the answer says of them
+    "simulator=gazebo": "simulator=gazebo: must be auto, builtin or habitat",
+    "camera=lidar": "camera=lidar: must be depth or rgb",
+    "image_size=7": "image_size=7: must be a whole number within 8..1024",
+    "image_size=1025": "within 8..1024",
+    "image_size=large": "within 8..1024",
+    "image_size=64.0": "within 8..1024",
+    "camra=rgb": "camra is no argument of PointNav: simulator, camera, image_size",
+    "simulator=builtin habitat.seed=3": "habitat.seed is Habitat's: not with simulator=builtin",
+}
+
+
+@pytest.mark.parametrize("env_id", ["pointnav", "notebooks.environments.tasks:Flee-v0"])
+@pytest.mark.parametrize("words", BAD_ARGUMENTS)
+def test_bad_arguments_of_pointnav(tmp_path, capsys, env_id, words):
+    """Refused in one line that says what can be given, before a run folder is made; the tasks pass
+    their arguments on."""
+    line = f"--env-id {env_id} --env-kwargs {words}"
+    one_line(capsys, small(tmp_path, *line.split()), BAD_ARGUMENTS[words])
+    assert run_folders(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ["Pick", "PlaceArm"])
+@pytest.mark.parametrize("words", ["camera=lidar", "image_size=7", "camra=rgb"])
+def test_bad_arguments_of_rearrange(tmp_path, capsys, name, words):
+    """The same for the robot with an arm."""
+    line = f"--env-id notebooks.environments.rearrange:{name}-v0 --env-kwargs {words}"
+    one_line(capsys, small(tmp_path, *line.split()), words.split("=")[0])
+    assert run_folders(tmp_path) == []
+
+
+@pytest.mark.parametrize("where", ["main process", "worker"])
+def test_the_simulator_is_said_once(monkeypatch, capsys, where):
+    """auto tries Habitat, takes the built-in simulator where it is missing, and says so once a
+    process, but not in workers; what was asked for by name is not said."""
+    tried = []
+
+    def missing(config, lines):
+        tried.append(config)
+        raise ImportError("it is not there")
+
+    monkeypatch.setattr(pointnav, "require_habitat", missing)
+    if where == "worker":
+        monkeypatch.setattr(pointnav.multiprocessing, "parent_process", lambda: "the main process")
+    pointnav.choose_simulator.cache_clear()
+    for words in ((), ("image_size=16",), ("image_size=16", "camera=rgb"), ("simulator=auto",)):
+        env = ver_ppo.make_env(ver_ppo.Options(env_kwargs=words))
+        assert isinstance(env.unwrapped, pointnav.PointNav)
+    assert tried == [pointnav.POINTNAV]
+    said = "simulator: built-in (it is not there)\n" if where == "main process" else ""
+    assert capsys.readouterr().out == said
+    pointnav.choose_simulator.cache_clear()
+    ver_ppo.make_env(ver_ppo.Options(env_kwargs=("simulator=builtin",)))
+    assert len(tried) == 1 and capsys.readouterr().out == ""
+
+
+def make_environment(env_id, number=0, **options):
+    """An environment and the table that has its row."""
+    options = ver_ppo.Options(env_id=env_id, num_envs=number + 1, num_workers=0, **options)
     spec = ver_ppo.describe_env(options)
-    io = ver_ppo.EnvIO(spec, 1)
-    return ver_ppo.Environment(0, options, "train", spec, io), io
+    io = ver_ppo.EnvIO(spec, number + 1)
+    return ver_ppo.Environment(number, options, "train", spec, io), io
 
 
 @pytest.mark.parametrize("env_id", ["tests.envs:Count-v0", "tests.envs:Autoreset-v0"])
 def test_resets(env_id):
-    """The start is a truncated step. At a truncation the final observation is kept apart and the row holds the next
-    episode's first; an autoreset wrapper changes nothing."""
+    """The start is a truncated step. At a truncation the final observation is kept apart and the
+    row holds the next episode's first; an autoreset wrapper changes nothing."""
     environment, io = make_environment(env_id)
     environment.answer()
-    assert io.first[0] and io.truncated[0] and io.reward[0] == 0 == io.step_sec[0] and io.episode[0] == 1
+    assert io.first[0]
+    assert io.truncated[0]
+    assert io.reward[0] == 0 == io.step_sec[0]
+    assert io.episode[0] == 1
     assert io.obs["obs"][0, 0] == 0 and np.isnan(io.episode_stats[0]).all()
     offset, io.action[0] = io.obs["obs"][0, 1].item(), 2
     for step in range(1, 15):
@@ -208,15 +291,46 @@ def test_resets(env_id):
             assert io.obs["obs"][0, 1].item() != offset  # another seed
 
 
+LATENCY = "notebooks.extensions.wrappers:Latency"
+
+
 def test_latency(monkeypatch):
-    """--sim-latency sleeps its mean; its spread is log-normal with this mean, and other in every environment."""
+    """Latency sleeps its mean; its spread is log-normal with this mean."""
     slept = []
     monkeypatch.setattr(ver_ppo.time, "sleep", slept.append)
     for number, sigma in enumerate((0.0, 0.5, 0.8)):
-        options = ver_ppo.Options(env_id="tests.envs:Count-v0", sim_latency=20.0, sim_latency_spread=sigma)
+        wrappers = (f"{LATENCY}(mean_ms=20.0, spread={sigma})",)
+        options = ver_ppo.Options(env_id="tests.envs:Count-v0", wrappers=wrappers)
         env = ver_ppo.make_env(options, "train", number)
         env.reset()
         slept.clear()
         for _ in range(20000):
             env.step(0)
-        assert np.mean(slept) == pytest.approx(0.02, rel=0.03) and np.log(slept).std() == pytest.approx(sigma, abs=0.02)
+        assert np.mean(slept) == pytest.approx(0.02, rel=0.03)
+        assert np.log(slept).std() == pytest.approx(sigma, abs=0.02)
+
+
+def test_latency_has_its_own_seed(monkeypatch):
+    """Every environment and every episode sleeps other times, the same ones for the same seed, and
+    the environment's own random numbers are what they are without."""
+    slept, offsets = [], []
+    monkeypatch.setattr(ver_ppo.time, "sleep", slept.append)
+    for number in (0, 1, 0):
+        environment, io = make_environment("tests.envs:Count-v0", number, wrappers=(LATENCY,))
+        slept.clear()
+        for _ in range(15):  # the start, and two episodes of 7 steps
+            environment.answer()
+        assert len(set(slept)) == len(slept) == 14
+        offsets.append([*slept])
+    assert offsets[0] == offsets[2] and not set(offsets[0]) & set(offsets[1])
+    plain = ver_ppo.make_env(ver_ppo.Options(env_id="tests.envs:Count-v0"))
+    slow = ver_ppo.make_env(ver_ppo.Options(env_id="tests.envs:Count-v0", wrappers=(LATENCY,)))
+    np.testing.assert_array_equal(plain.reset(seed=7)[0], slow.reset(seed=7)[0])
+
+
+@pytest.mark.parametrize("words", ["mean_ms=-1", "spread=-0.1", "mean_ms='long'", "sleep=3"])
+def test_bad_latency(tmp_path, capsys, words):
+    """Refused in one line."""
+    args = small(tmp_path, "--env-id", "tests.envs:Count-v0", "--wrappers", f"{LATENCY}({words})")
+    one_line(capsys, args, words.split("=")[0])
+    assert run_folders(tmp_path) == []

@@ -13,7 +13,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from virtual_clock import SPEC, VirtualWorkers, build
+from notebooks.extensions.virtual_clock import SPEC, VirtualWorkers, build
 
 import ver_ppo
 from tests import envs
@@ -165,7 +165,8 @@ def test_killed_at_any_line(tmp_path, k):
 def test_queueing_is_not_hanging(capfd):
     """Four environments share a worker, which takes longer for all than --env-timeout, but for none alone."""
     options = ver_ppo.Options(
-        env_id="tests.envs:Count-v0", num_envs=4, num_steps=4, num_workers=1, sim_latency=300.0, sim_latency_spread=0.0
+        env_id="tests.envs:Count-v0", num_envs=4, num_steps=4, num_workers=1,
+        wrappers=("notebooks.extensions.wrappers:Latency(mean_ms=300, spread=0)",),
     )
     spec = ver_ppo.describe_env(options)
     policy, io = ver_ppo.Policy(spec, options), ver_ppo.EnvIO(spec, 4)
@@ -413,7 +414,7 @@ def test_hostile_checkpoints(tmp_path, checkpoint, capsys):
     content, path = ver_ppo.load_checkpoint(checkpoint), tmp_path / "checkpoint.pt"
     code = Code(tmp_path / "executed")
     bad = [{key: thing} for key in content for thing in (code, None, "rubbish", [code], {"code": code}, torch.zeros(2))]
-    bad += [{"options": {**content["options"], "seed": code}}, *({"format": number} for number in (1, 3, 99))]
+    bad += [{"options": {**content["options"], "seed": code}}, *({"format": number} for number in (1, 4, 99))]
     files = [{**content, **change} for change in bad] + [code, {"weights": torch.zeros(3)}, [content], None]
     for file in files:
         torch.save(file, path)
@@ -439,6 +440,6 @@ class Code:
 
 def test_checkpoints_of_other_networks(checkpoint, capsys):
     """Another size, other observations, other actions: refused in one line."""
-    for change in ("--hidden-size 16", "--env-id pointnav --simulator builtin", "--env-id MountainCar-v0"):
+    for change in ("--hidden-size 16", "--env-id pointnav", "--env-id MountainCar-v0"):
         for how in (["--checkpoint", str(checkpoint), "--eval-episodes", "1"], ["--resume", str(checkpoint.parent)]):
             one_line(capsys, [*how, *change.split()], "belongs to another network")

@@ -1,7 +1,8 @@
-"""The adapter to Habitat: against a recording of the real thing everywhere, against the real thing where it is installed.
+"""The adapter to Habitat: against a recording of the real thing everywhere, against the real thing
+where it is installed.
 
-The real one is tried if habitat_sim and habitat import and $HABITAT_DATA names a folder with datasets/pointnav/*/v1 and
-scene_datasets (its train and val episodes lie in one scene).
+The real one is tried if habitat_sim and habitat import and $HABITAT_DATA names a folder with
+datasets/pointnav/*/v1 and scene_datasets (its train and val episodes lie in one scene).
 """
 
 import importlib.util
@@ -16,26 +17,35 @@ import numpy as np
 import pytest
 
 import ver_ppo
-from notebooks import habitat_env
+from notebooks.environments import habitat, pointnav
 from tests.test_run import one_line, run_folders, small
 
-SPACES = {  # habitat-lab 0.3.320260507, pointnav_habitat_test.yaml, 16 x 16 depth; and the category of ObjectNav
+# habitat-lab 0.3.320260507, pointnav_habitat_test.yaml, 16 x 16 depth; and ObjectNav's category
+SPACES = {
     "depth": gym.spaces.Box(0.0, 1.0, (16, 16, 1), np.float32),
-    "pointgoal_with_gps_compass": gym.spaces.Box(-3.4028234663852886e38, 3.4028234663852886e38, (2,), np.float32),
+    "pointgoal_with_gps_compass": gym.spaces.Box(
+        -3.4028234663852886e38, 3.4028234663852886e38, (2,), np.float32
+    ),
     "objectgoal": gym.spaces.Box(0, 20, (1,), np.int64),
 }
 RECORDED = {
     "goal": [7.753975868225098, 0.4732854664325714],
     "reward": 0.2046940231323242,
-    "info": {"distance_to_goal": 8.944997787475586, "success": 0.0, "spl": 0.0, "distance_to_goal_reward": 0.21469402},
+    "info": {
+        "distance_to_goal": 8.944997787475586,
+        "success": 0.0,
+        "spl": 0.0,
+        "distance_to_goal_reward": 0.21469402,
+    },
 }
 
 
 class RecordedTask:
-    """What `make_gym_from_config` gives: old gym API, whose episodes last 5 steps at most, and end by action 0."""
+    """What `make_gym_from_config` gives: old gym API, whose episodes last 5 steps at most, and end
+    by action 0."""
 
     def __init__(self, config, dataset):
-        self.dataset, self.seeds = dataset, []
+        self.config, self.dataset, self.seeds = config, dataset, []
         self.observation_space, self.action_space = Namespace(spaces=SPACES), Namespace(n=4)
         self.habitat_env = self.unwrapped = self
         self._max_episode_steps, self.task = 5, Namespace(is_episode_active=True)
@@ -62,10 +72,29 @@ class RecordedTask:
         self._elapsed_steps += 1
         self.task.is_episode_active = action != 0
         done = action == 0 or self._elapsed_steps >= 5
-        return self.observe(), RECORDED["reward"], done, RECORDED["info"] | {"map": np.zeros((3, 3))}
+        return (
+            self.observe(),
+            RECORDED["reward"],
+            done,
+            RECORDED["info"] | {"map": np.zeros((3, 3))},
+        )
 
     def close(self):
         pass
+
+
+def fresh_caches():
+    """Let it be found out anew whether Habitat is there."""
+    habitat.require_habitat.cache_clear()
+    pointnav.choose_simulator.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    """It is found out anew by every test, and by those of other files."""
+    fresh_caches()
+    yield
+    fresh_caches()
 
 
 @pytest.fixture
@@ -73,35 +102,53 @@ def recorded(monkeypatch):
     """habitat_sim and habitat, with 36 episodes."""
 
     def get_config(path, overrides):
-        split = next(line for line in overrides if line.startswith("habitat.dataset.split=")).split("=")[1]
-        dataset = Namespace(type="PointNav-v1", split=split, data_path=__file__, scenes_dir=__file__)
+        splits = [line for line in overrides if line.startswith("habitat.dataset.split=")]
+        split = splits[0].split("=")[1]
+        dataset = Namespace(
+            type="PointNav-v1", split=split, data_path=__file__, scenes_dir=__file__
+        )
         return Namespace(habitat=Namespace(dataset=dataset, path=path, overrides=overrides))
 
-    habitat, maker = ModuleType("habitat"), ModuleType("habitat.gym")
-    habitat.get_config, habitat.logger = get_config, Namespace(setLevel=lambda level: None)
-    habitat.make_dataset = lambda kind, config: Namespace(episodes=list(range(36)))
+    lab, maker = ModuleType("habitat"), ModuleType("habitat.gym")
+    lab.get_config, lab.logger = get_config, Namespace(setLevel=lambda level: None)
+    lab.make_dataset = lambda kind, config: Namespace(episodes=list(range(36)))
     maker.make_gym_from_config = RecordedTask
-    for module in (habitat, maker, ModuleType("habitat_sim")):
+    for module in (lab, maker, ModuleType("habitat_sim")):
         monkeypatch.setitem(sys.modules, module.__name__, module)
 
 
-def make(number=0, split="train", **options):
-    return ver_ppo.make_env(ver_ppo.Options(simulator="habitat", **options), split, number)
+def make(number=0, split="train", env_kwargs=(), **options):
+    env_kwargs = ("simulator=habitat", *env_kwargs)
+    return ver_ppo.make_env(ver_ppo.Options(env_kwargs=env_kwargs, **options), split, number)
 
 
 def test_spaces_and_measures(recorded):
-    """A polar goal becomes [distance, cos, sin], a category Discrete, scalars metrics; five results, not four."""
-    spec = ver_ppo.describe_env(ver_ppo.Options(simulator="habitat"))
-    assert spec.metrics == tuple(RECORDED["info"]) and sorted(spec.observations) == ["depth", "goal", "objectgoal"]
+    """A polar goal becomes [distance, cos, sin], a category Discrete, scalars metrics; five
+    results, not four."""
+    spec = ver_ppo.describe_env(ver_ppo.Options(env_kwargs=("simulator=habitat",)))
+    assert spec.metrics == tuple(RECORDED["info"])
+    assert sorted(spec.observations) == [
+        "depth",
+        "goal",
+        "objectgoal",
+    ]
     env = make()
-    assert env.observation_space["objectgoal"] == gym.spaces.Discrete(21) and env.action_space == gym.spaces.Discrete(4)
+    assert env.observation_space["objectgoal"] == gym.spaces.Discrete(21)
+    assert env.action_space == gym.spaces.Discrete(4)
     observation, _ = env.reset(seed=1)
     distance, angle = RECORDED["goal"]
-    np.testing.assert_allclose(observation["goal"], [distance, np.cos(angle), -np.sin(angle)], rtol=1e-6)
+    np.testing.assert_allclose(
+        observation["goal"], [distance, np.cos(angle), -np.sin(angle)], rtol=1e-6
+    )
     assert observation in env.observation_space and observation["objectgoal"] == 7
     observation, reward, terminated, truncated, info = env.step(1)
-    assert reward == RECORDED["reward"] and info == pytest.approx(RECORDED["info"]) and not (terminated or truncated)
-    assert habitat_env.scalars({"a": {"b": 3, "c": True}, "map": np.zeros(2)}) == {"a/b": 3.0, "a/c": 1.0}
+    assert reward == RECORDED["reward"]
+    assert info == pytest.approx(RECORDED["info"])
+    assert not (terminated or truncated)
+    assert habitat.scalars({"a": {"b": 3, "c": True}, "map": np.zeros(2)}) == {
+        "a/b": 3.0,
+        "a/c": 1.0,
+    }
 
 
 def test_step_limit_truncates(recorded):
@@ -116,75 +163,186 @@ def test_step_limit_truncates(recorded):
 
 @pytest.mark.parametrize("num_envs", [1, 5, 36])
 def test_episodes(recorded, num_envs):
-    """Environments share out the validation episodes; each has all training episodes. A reset's seed reaches the task."""
+    """Environments share out the validation episodes; each has all training episodes. A reset's
+    seed reaches the task."""
     envs = [make(number, "val", num_envs=num_envs).unwrapped for number in range(num_envs)]
     shares = [env.gym_env.dataset.episodes for env in envs]
-    assert sorted(sum(shares, [])) == list(range(36)) and max(map(len, shares)) - min(map(len, shares)) <= 1
+    assert sorted(sum(shares, [])) == list(range(36))
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
     env = make(0, "train", num_envs=num_envs).unwrapped
     assert env.gym_env.dataset.episodes == list(range(36))
     for seed in (3, 3, 4):
         env.reset(seed=seed)
     assert env.gym_env.seeds[0] == env.gym_env.seeds[1] != env.gym_env.seeds[2]
-    assert make(40, "val", num_envs=64).unwrapped.gym_env.dataset.episodes == [4], "more environments than episodes"
+    assert make(40, "val", num_envs=64).unwrapped.gym_env.dataset.episodes == [4], (
+        "more environments than episodes"
+    )
 
 
 def test_configuration(recorded):
-    """The camera, the split, how habitat-lab shall choose episodes and, last, what the user overrides."""
-    options = ver_ppo.Options(simulator="habitat", camera="rgb", image_size=32, habitat_overrides=("a=b",), device="cuda:2")
+    """The camera, the split, how habitat-lab must choose episodes and, last, what the user
+    overrides."""
+    words = ("camera=rgb", "image_size=32", "a.b=c")
     seeds, iterator = set(), "habitat.environment.iterator_options"
     for split, number in (("train", 0), ("train", 1), ("val", 0), ("val", 1)):
-        config = habitat_env.habitat_config(options, split, number).habitat
+        config = make(number, split, words, device="cuda:2").unwrapped.gym_env.config
+        assert config.path == habitat.POINTNAV
         sensors = "habitat.simulator.agents.main_agent.sim_sensors"
-        assert f"{sensors}.rgb_sensor.width=32" in config.overrides and f"~{sensors}.depth_sensor" in config.overrides
-        assert f"habitat.dataset.split={split}" in config.overrides and config.overrides[-1] == "a=b"
+        assert f"{sensors}.rgb_sensor.width=32" in config.overrides
+        assert f"~{sensors}.depth_sensor" in config.overrides
+        assert f"habitat.dataset.split={split}" in config.overrides
+        assert config.overrides[-1] == "a.b=c"
         assert "habitat.simulator.habitat_sim_v0.gpu_device_id=2" in config.overrides
-        chosen = {"train": ["shuffle=True", "max_scene_repeat_episodes=50"], "val": ["shuffle=False"]}[split]
+        chosen = {
+            "train": ["shuffle=True", "max_scene_repeat_episodes=50"],
+            "val": ["shuffle=False"],
+        }[split]
         assert all(f"{iterator}.{choice}" in config.overrides for choice in chosen)
         seeds |= {line for line in config.overrides if line.startswith("habitat.seed=")}
     assert len(seeds) == 4
-    task = ver_ppo.Options(env_id="benchmark/nav/objectnav/objectnav_mp3d.yaml")
-    assert habitat_env.habitat_config(task, "val").habitat.path == task.env_id
+
+
+def test_own_configurations(recorded):
+    """--env-id habitat: any configuration, its keys overridden as --env-kwargs says, as Hydra reads
+    them."""
+    path = "benchmark/nav/objectnav/objectnav_mp3d.yaml"
+    words = f"config={path} habitat.environment.max_episode_steps=300 habitat.task.a=[1,2]"
+    words += " habitat.task.b=True ~habitat.task.sensors=None"
+    words += " habitat.dataset.data_path=/d/{split}.gz"
+    options = ver_ppo.Options(env_id="habitat", env_kwargs=tuple(words.split()))
+    config = ver_ppo.make_env(options, "val", 2).unwrapped.gym_env.config
+    assert config.path == path and config.overrides[0] == "habitat.dataset.split=val"
+    assert config.overrides[-5:] == [
+        "habitat.environment.max_episode_steps=300",
+        "habitat.task.a=[1, 2]",
+        "habitat.task.b=True",
+        "~habitat.task.sensors",
+        "habitat.dataset.data_path='/d/{split}.gz'",
+    ]
+    # as habitat-lab's own command line wants it
+    assert habitat.override_lines({"a.b": "'/d/{split}.gz'"}) == ["a.b='/d/{split}.gz'"]
+    with pytest.raises(ValueError, match="camera is no argument"):
+        habitat.HabitatEnv(camera="rgb")
+
+
+def test_without_a_run(recorded):
+    """As any Gymnasium environment: without options, and again from its spec."""
+    env = gym.make("Habitat-v0", split="val", **{"habitat.seed": 3})
+    assert env.unwrapped.gym_env.config.overrides[-1] == "habitat.seed=3"
+    assert env.unwrapped.gym_env.dataset.episodes == list(range(36))
+    again = gym.make(env.spec)
+    assert again.unwrapped.gym_env.config.overrides == env.unwrapped.gym_env.config.overrides
+
+
+@pytest.mark.parametrize(
+    "task, metric", [("Flee", "distance_from_start"), ("Explore", "places_visited")]
+)
+def test_transfer_tasks(recorded, monkeypatch, task, metric):
+    """Flee and Explore in Habitat: the score is asked of its simulator; the goal says nothing."""
+    position = [0.5, 1.0, 0.5]
+    sim = Namespace(
+        get_agent_state=lambda: Namespace(position=position),
+        geodesic_distance=lambda a, b: sum(abs(a - b)),
+    )
+    monkeypatch.setattr(RecordedTask, "sim", sim, raising=False)
+    words = ("simulator=habitat",)
+    options = ver_ppo.Options(env_id=f"notebooks.environments.tasks:{task}-v0", env_kwargs=words)
+    env = ver_ppo.make_env(options, "val")
+    observation, _ = env.reset(seed=0)
+    assert observation["goal"].tolist() == [1, 1, 0] and env.metadata["metrics"] == (metric,)
+    for position[:], reward in (
+        ([0.5, 1.0, 2.5], {"Flee": 2.0, "Explore": 1.0}),
+        ([0.5, 9.0, 2.5], {"Flee": 8.0, "Explore": 0.0}),
+    ):
+        observation, found, *_, info = env.step(1)
+        assert found == reward[task]
+        assert list(info) == [metric]
+        assert observation["goal"].tolist() == [1, 1, 0]
 
 
 def test_simulator_is_chosen(recorded, capsys):
-    """auto takes Habitat where it is, and says so; --check-habitat says what is there."""
-    assert habitat_env.choose_simulator(ver_ppo.Options()).simulator == "habitat"
-    assert "simulator: Habitat" in capsys.readouterr().out
-    assert ver_ppo.main(["--check-habitat"]) == 0
+    """auto takes Habitat where it is, and says so; the check says what is there."""
+    assert isinstance(ver_ppo.make_env(ver_ppo.Options()).unwrapped, habitat.HabitatEnv)
+    assert capsys.readouterr().out == "simulator: Habitat\n"
+    builtin = ver_ppo.make_env(ver_ppo.Options(env_kwargs=("simulator=builtin",))).unwrapped
+    assert isinstance(builtin, pointnav.PointNav) and capsys.readouterr().out == ""
+    assert habitat.main([]) == 0
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("ok: ") and "objectgoal" in line and "spl" in line
     one_line(capsys, ["--num-workers", "0"], "--num-workers 0")
+    assert make(num_workers=0, num_envs=1), "one simulator does no harm"
+    fresh_caches()
     sys.modules["habitat"].get_config = lambda *args: {}["no such key"]
-    assert "configuration cannot be loaded" in habitat_env.missing_for_habitat(ver_ppo.Options())
-    assert ver_ppo.main(["--check-habitat"]) == 1
+    with pytest.raises(ValueError, match="configuration cannot be loaded"):
+        habitat.require_habitat(habitat.POINTNAV, ())
+    assert habitat.main([]) == 1
     assert "MISSING" in capsys.readouterr().out
+    assert isinstance(ver_ppo.make_env(ver_ppo.Options()).unwrapped, pointnav.PointNav)
+    assert "simulator: built-in (its configuration cannot be loaded" in capsys.readouterr().out
 
 
-@pytest.mark.skipif(importlib.util.find_spec("habitat_sim") is not None, reason="Habitat is installed here")
+def test_data_are_missing(recorded, capsys):
+    """Without its data set Habitat is not chosen, and refused in one line with the way out."""
+    get_config = sys.modules["habitat"].get_config
+
+    def elsewhere(path, overrides):
+        config = get_config(path, overrides)
+        config.habitat.dataset.data_path = "nowhere/{split}.json.gz"
+        return config
+
+    sys.modules["habitat"].get_config = elsewhere
+    assert isinstance(ver_ppo.make_env(ver_ppo.Options()).unwrapped, pointnav.PointNav)
+    assert "built-in (data set nowhere/train.json.gz is missing" in capsys.readouterr().out
+    with pytest.raises(
+        FileNotFoundError, match="nowhere/train.json.gz is missing: .*datasets_download"
+    ):
+        make()
+
+
+def test_the_check_fails(recorded, capsys):
+    """What cannot be made or stepped is said in one line, exit status 1; bad arguments: 2."""
+    sys.modules["habitat.gym"].make_gym_from_config = lambda config, dataset: {}["no display"]
+    assert habitat.main(["habitat.seed=3"]) == 1
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("FAILED: 'no display'") and "EGL_PLATFORM" in line
+    assert habitat.main(["habitat.seed"]) == 2 and "KEY=VALUE" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("habitat_sim") is not None, reason="Habitat is installed here"
+)
 def test_habitat_is_missing(capsys, tmp_path):
-    """auto takes the built-in simulator and says why; asked for by name, Habitat is refused in one line with the way out."""
-    assert habitat_env.choose_simulator(ver_ppo.Options()).simulator == "builtin"
+    """auto takes the built-in simulator and says why; asked for by name, Habitat is refused in one
+    line with the way out."""
+    assert isinstance(ver_ppo.make_env(ver_ppo.Options()).unwrapped, pointnav.PointNav)
     assert "simulator: built-in (habitat_sim cannot be imported" in capsys.readouterr().out
-    task = "--env-id notebooks.tasks:Flee-v0 --simulator habitat"
-    for line in ("--simulator habitat", "--env-id objectnav.yaml", "--habitat-overrides a=b", task):
+    task = "--env-id notebooks.environments.tasks:Flee-v0 --env-kwargs simulator=habitat"
+    own = "--env-id habitat --env-kwargs config=objectnav.yaml"
+    for line in (
+        "--env-kwargs simulator=habitat",
+        "--env-id habitat",
+        own,
+        "--env-kwargs a.b=c",
+        task,
+    ):
         one_line(capsys, small(tmp_path, *line.split()), "conda")
-    assert ver_ppo.main(["--check-habitat"]) == 1
+    assert habitat.main([]) == 1
     assert "MISSING: habitat_sim cannot be imported" in capsys.readouterr().out
 
 
 DATA = os.environ.get("HABITAT_DATA", "")
 REAL = pytest.mark.skipif(
-    not DATA or importlib.util.find_spec("habitat_sim") is None, reason="needs habitat_sim, habitat and $HABITAT_DATA"
+    not DATA or importlib.util.find_spec("habitat_sim") is None,
+    reason="needs habitat_sim, habitat and $HABITAT_DATA",
 )
 
 
 def real_args():
-    """Where the data are."""
+    """Where the data are: for --env-kwargs."""
     scene = sorted(path.name for path in Path(DATA, "datasets/pointnav").iterdir())[-1]
     path = f"{DATA}/datasets/pointnav/{scene}/v1/{{split}}/{{split}}.json.gz"
     return [
-        "--habitat-overrides",
-        f"habitat.dataset.data_path='{path}'",
+        f"habitat.dataset.data_path={path}",
         f"habitat.dataset.scenes_dir={DATA}/scene_datasets",
     ]
 
@@ -192,23 +350,25 @@ def real_args():
 @REAL
 def test_real_habitat(tmp_path, capfd):
     """Check, train with all invariants checked, resume, evaluate, film, transfer."""
-    assert ver_ppo.main(["--check-habitat", *real_args()]) == 0
-    args = small(tmp_path, *"--simulator habitat --image-size 32 --num-workers 2 --debug --total-timesteps 512".split())
-    assert ver_ppo.main([*args, "--eval-episodes", "4", "--capture-video", *real_args()]) == 0
+    assert habitat.main(real_args()) == 0
+    env_kwargs = ["--env-kwargs", "simulator=habitat", "image_size=32", *real_args()]
+    args = small(tmp_path, *"--num-workers 2 --debug --total-timesteps 512".split())
+    assert ver_ppo.main([*args, "--eval-episodes", "4", "--capture-video", *env_kwargs]) == 0
     said = capfd.readouterr().out
     assert "evaluation, 4 sampled episodes" in said and "spl" in said and "distance_to_goal" in said
     (folder,) = run_folders(tmp_path)
     assert (folder / "evaluation.gif").exists()
     assert ver_ppo.main(["--resume", str(folder), "--total-timesteps", "1024"]) == 0
-    line = "--simulator habitat --image-size 32 --num-workers 2 --freeze-encoder --reset-critic --total-timesteps 256"
+    line = "--num-workers 2 --freeze-encoder --reset critic --total-timesteps 256"
     args = small(tmp_path / "transfer", *line.split(), "--init-from", str(folder / "checkpoint.pt"))
-    assert ver_ppo.main([*args, *real_args()]) == 0
+    assert ver_ppo.main([*args, *env_kwargs]) == 0
 
 
 @REAL
 def test_real_seeds_repeat_a_run():
     """Two environments with the same number and seeds see and get the same."""
-    options = ver_ppo.parse_options(["--simulator", "habitat", "--image-size", "32", "--num-envs", "1", *real_args()])
+    env_kwargs = ("simulator=habitat", "image_size=32", *real_args())
+    options = ver_ppo.Options(env_kwargs=env_kwargs, num_envs=1)
     runs = []
     for _ in range(2):
         env = ver_ppo.make_env(options, "train")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch.distributions import Categorical, Independent
-from virtual_clock import SPEC, VirtualWorkers, build
+from notebooks.extensions.virtual_clock import SPEC, VirtualWorkers, build
 
 import ver_ppo
 
@@ -89,18 +89,21 @@ def test_epochs(monkeypatch):
     """Each epoch learns from every step once, in --num-minibatches mini-batches of equal size, in an order of its own; with
     --norm-adv from advantages of mean 0 and deviation 1."""
     workers = VirtualWorkers(3, lambda e, step: 1.0 + e, lambda e, step: "terminated" if step % 5 == 4 else None)
-    (policy, rollout, c), epochs = build(workers, 3, 20, num_minibatches=4, update_epochs=3, norm_adv=True), []
+    policy, rollout, c = build(workers, 3, 20, num_minibatches=4, update_epochs=3, norm_adv=True)
     ver_ppo.collect_rollout(policy, rollout, c)
+    epochs = []
 
-    def minibatch_step(policy, optimizer, rollout, sequences, scale, *rest):
-        epochs.append(np.concatenate(sequences))
+    def minibatch_step(policy, optimizer, batch, *rest):
+        epochs.append(batch["step"])
         assert len(epochs[-1]) == 15
-        assert scale == pytest.approx((rollout.advantage.mean(), rollout.advantage.std()), rel=1e-4)
+        advantage_S = rollout.advantage
+        normal_S = (advantage_S - advantage_S.mean()) / advantage_S.std()
+        np.testing.assert_allclose(batch["advantage"], normal_S[batch["step"]], rtol=1e-4, atol=1e-5)
         return {"losses/skipped": torch.zeros(())}
 
     monkeypatch.setattr(ver_ppo, "minibatch_step", minibatch_step)
     learn(policy, None, rollout, c.options)
-    epochs = np.reshape(epochs, (3, 60)).tolist()
+    epochs = torch.stack(epochs).reshape(3, 60).tolist()
     assert [sorted(steps) for steps in epochs] == [list(range(60))] * 3 and epochs[0] != epochs[1] != epochs[2]
 
 
@@ -117,9 +120,9 @@ def test_bfloat16():
     policy, rollout, c = build(workers, 3, 20)
     policy.bf16 = True
     ver_ppo.collect_rollout(policy, rollout, c)
-    distribution, value, _, batch, _ = ver_ppo.run_sequences(
-        policy, rollout, ver_ppo.find_sequences(rollout.segment, rollout.first)
-    )
+    sequences = ver_ppo.find_sequences(rollout.segment, rollout.first)
+    batch = ver_ppo.make_batch(rollout, sequences, torch.device("cpu"))
+    distribution, value, _ = ver_ppo.run_sequences(policy, batch)
     torch.testing.assert_close(distribution.log_prob(batch["action"]), batch["log_prob"], rtol=0, atol=2e-3)
     torch.testing.assert_close(value, torch.from_numpy(rollout.value)[batch["step"]], rtol=0, atol=2e-3)
 
@@ -143,11 +146,11 @@ def test_learning_rate():
 
 def test_memory_task(tmp_path):
     """A cue seen at the first step and asked for ten steps later: solved with the LSTM, and not without."""
-    for recurrent, steps, low, high in ((True, 80_000, 0.95, 1.0), (False, 30_000, 0.35, 0.65)):
+    for layers, steps, low, high in ((1, 80_000, 0.95, 1.0), (0, 30_000, 0.35, 0.65)):
         options = ver_ppo.Options(
             env_id="tests.envs:Cue-v0", total_timesteps=steps, num_workers=0, num_envs=16, num_steps=64, hidden_size=32,
-            learning_rate=2e-3, gae_lambda=1.0, update_epochs=4, norm_adv=True, recurrent=recurrent, runs_dir=str(tmp_path),
-            exp_name=f"{recurrent}", eval_episodes=0, device="cpu", learner_threads=1,
+            learning_rate=2e-3, gae_lambda=1.0, update_epochs=4, norm_adv=True, lstm_layers=layers, runs_dir=str(tmp_path),
+            exp_name=f"{layers}", eval_episodes=0, device="cpu", learner_threads=1,
         )  # fmt: skip
         checkpoint = ver_ppo.load_checkpoint(ver_ppo.train(options) / "checkpoint.pt")
         spec, policy, _ = ver_ppo.build(options)

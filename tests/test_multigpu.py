@@ -21,7 +21,7 @@ import torch
 from conftest import ROOT
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.nn.utils import parameters_to_vector
-from virtual_clock import SPEC, VirtualWorkers, build, collect
+from notebooks.extensions.virtual_clock import SPEC, VirtualWorkers, build, collect
 
 import ver_multigpu
 import ver_ppo
@@ -68,9 +68,9 @@ def run_main(rank, args, args_1=(), stop_in=0):
         found.seeds |= {derive(*numbers)} - {derive(ver_multigpu.SEED_OF_RANK, *numbers[1:])}
         return derive(*numbers)
 
-    def watching_step(policy, optimizer, rollout, sequences, *more):
-        found.updates[-1]["learned"] += np.concatenate(sequences).tolist()
-        return step(policy, optimizer, rollout, sequences, *more)
+    def watching_step(policy, optimizer, batch, *more):
+        found.updates[-1]["learned"] += batch["step"].tolist()
+        return step(policy, optimizer, batch, *more)
 
     def watching_update(policy, optimizer, rollout, *more):
         steps_N = np.bincount(rollout.env[: rollout.size], minlength=rollout.num_envs)
@@ -157,6 +157,7 @@ def test_halves_are_the_whole(on_two):
     whole = ver_ppo.Rollout(SPEC, 2 * one.steps, 2 * one.num_envs, policy.state_shape, torch.device("cpu"))
     whole.copy(half, one, half)
     whole.copy(one.steps + half, two, half)
+    whole.learned = whole.steps
     whole.segment[one.steps :] += one.num_envs
     before = parameters_to_vector(policy.parameters()).detach().clone()
     expected, whole_logs = step_weights(policy, whole, options)
@@ -167,6 +168,7 @@ def test_halves_are_the_whole(on_two):
     assert whole_logs["losses/value_loss"] == pytest.approx(mean_loss, rel=1e-4)
 
 
+LATENCY = "notebooks.extensions.wrappers:Latency(mean_ms={}, spread=0)"
 OPTIMAL, THRESHOLD, NONE = (["--preemption", how] for how in ("optimal", "threshold", "none"))
 MODES = [OPTIMAL, [*OPTIMAL, "--sampler", "nover"], [*THRESHOLD, "--sampler", "sync", "--sync-frac", "0.5"]]
 MODES += [NONE, [*NONE, "--overlap"], [*NONE, "--sampler", "async"]]
@@ -176,9 +178,9 @@ MODES += [NONE, [*NONE, "--overlap"], [*NONE, "--sampler", "async"]]
 def test_preempted_rank(tmp_path, on_two, more):
     """One rank is many times as slow as the other. Whatever is done about it: both learn from exactly S steps each time, call
     as many collectives, and have the same weights after every update; if it is preempted, what it has less is stale."""
-    preempts, latency = NONE[1] not in more, ["--sim-latency-spread", "0", "--sim-latency", "2"]
+    preempts, latency = NONE[1] not in more, ["--wrappers", LATENCY.format(2)]
     args = small(tmp_path, "--env-id", "tests.envs:Count-v0", "--total-timesteps", "800", "--debug", *more, *latency)
-    fast, slow = on_two(run_main, args, ["--sim-latency", "40" if preempts else "10"])
+    fast, slow = on_two(run_main, args, ["--wrappers", LATENCY.format(40 if preempts else 10)])
     assert fast.status == slow.status == 0, fast.printed
     assert fast.collectives == slow.collectives and "all_reduce" in fast.collectives
     assert len(fast.updates) == len(slow.updates) > 5
@@ -360,7 +362,7 @@ def test_failing_environment_of_one_rank(tmp_path, on_two, workers, env, words, 
     """An environment that raises in one rank, in a step or at the first reset: all end with status 1, before their rollouts are
     complete (here, they would take more than --rank-timeout), the message names the rank, all is saved."""
     args = small(tmp_path, "--env-id", "tests.envs:Count-v0", "--num-workers", workers, "--max-worker-restarts", "0")
-    args += [] if learned else ["--sim-latency", "1000", "--rank-timeout", "20"]
+    args += [] if learned else ["--wrappers", LATENCY.format(1000), "--rank-timeout", "20"]
     ranks = on_two(run_main, args, ["--env-id", f"tests.faulty_envs:{env}-v0"])
     assert [rank.status for rank in ranks] == [1, 1], ranks[0].printed
     assert "rank 1: " in ranks[0].printed and words in ranks[0].printed and ranks[1].printed == ""
@@ -396,7 +398,8 @@ def test_rules_of_ranks(monkeypatch):
             ver_multigpu.Options(**{"device": "cpu", option: "cuda"})
 
 
-SLOW = "--env-id tests.envs:Count-v0 --sim-latency 10 --num-workers 0 --checkpoint-interval 128 --rank-timeout 10".split()
+SLOW = "--env-id tests.envs:Count-v0 --num-workers 0 --checkpoint-interval 128 --rank-timeout 10".split()
+SLOW += ["--wrappers", LATENCY.format(10)]
 
 
 def start(command, **environment):
@@ -514,10 +517,10 @@ def test_a_restart_only_resumes(tmp_path, monkeypatch):
     monkeypatch.setattr(ver_multigpu, "open_store", lambda timeout_sec: store)
     assert ver_multigpu.interrupted_run() == []
     store.set(ver_multigpu.FOLDER_KEY, str(folder))
-    for began in (["--reset-critic"], ["--reset-policy", "--freeze-encoder"]):
+    for began in (["--reset", "critic"], ["--reset", "policy", "--freeze-encoder"]):
         began += ["--init-from", str(folder / "checkpoint.pt"), *ver_multigpu.interrupted_run()]
         options = ver_ppo.parse_options([*args, *began], ver_multigpu.Options)
-        assert (options.resume, options.init_from) == (str(folder), None) and not options.reset_critic | options.reset_policy
+        assert (options.resume, options.init_from) == (str(folder), None) and options.reset == "nothing"
 
 
 def test_cores_are_shared(monkeypatch):
@@ -525,4 +528,5 @@ def test_cores_are_shared(monkeypatch):
     cores = ver_ppo.count_cores()
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert ver_ppo.count_cores() == max(1, cores // 2)
-    assert ver_ppo.count_workers(ver_multigpu.Options(num_envs=64)) == max(1, cores // 2)
+    busy = ver_ppo.EnvSpec(SPEC.observations, SPEC.action, (), step_sec=0.01, cpu_sec=0.01)
+    assert ver_ppo.count_workers(ver_multigpu.Options(num_envs=64), busy) == max(1, cores // 2)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import ver_ppo
-from notebooks import wrappers
+from notebooks.extensions import wrappers
 from tests import envs
 from tests.test_environment import make_environment
 from tests.test_run import logged, one_line, run_folders, run_here, saved, small
@@ -21,14 +21,18 @@ GOAL = gym.spaces.Box(-np.inf, np.inf, (3,), np.float32)
 
 
 def build(observations, action=gym.spaces.Discrete(4), **options):
-    options = ver_ppo.Options(env_id="pointnav", simulator="builtin", **options)
-    return ver_ppo.Policy(ver_ppo.EnvSpec(observations, action, ()), options)
+    return ver_ppo.Policy(ver_ppo.EnvSpec(observations, action, ()), ver_ppo.Options(**options))
 
 
 def sample(observations, batch):
     """Random observations, as the network gets them."""
-    parts = {key: np.stack([space.sample() for _ in range(batch)]) for key, space in observations.items()}
-    return {key: torch.as_tensor(part.astype(np.float32) if part.dtype == float else part) for key, part in parts.items()}
+    parts = {
+        key: np.stack([space.sample() for _ in range(batch)]) for key, space in observations.items()
+    }
+    return {
+        key: torch.as_tensor(part.astype(np.float32) if part.dtype == float else part)
+        for key, part in parts.items()
+    }
 
 
 def count(*shapes):
@@ -38,28 +42,46 @@ def count(*shapes):
 
 def by_hand(name, channels):
     """Weights up to the last feature map, written down from the papers."""
-    if name == "resnet18":  # patches of 4x4; stages of 2 blocks of two 3x3; before three stages GroupNorm and 2x2 stride 2
+    if name == "resnet18":
+        # patches of 4x4; stages of 2 blocks of two 3x3; before three stages GroupNorm, 2x2 stride 2
         stages = sum(2 * (count((c, c, 3, 1), (c, c, 3, 1)) + c) for c in (32, 64, 128, 256))
-        return count((channels, 32, 4, 1)) + stages + sum(2 * c + 4 * c * 2 * c + 2 * c for c in (32, 64, 128))
-    if name == "resnet18_plain":  # 7x7; stages of 2 blocks of two 3x3; the first of three stages halves, beside a 1x1
+        between = sum(2 * c + 4 * c * 2 * c + 2 * c for c in (32, 64, 128))
+        return count((channels, 32, 4, 1)) + stages + between
+    if name == "resnet18_plain":
+        # 7x7; stages of 2 blocks of two 3x3; the first of three stages halves, beside a 1x1
         pairs = sum(count((c, c, 3, 1), (c, c, 3, 1)) for c in (32, 64, 128, 256))
-        halving = sum(count((c, 2 * c, 3, 1), (2 * c, 2 * c, 3, 1), (c, 2 * c, 1, 1)) for c in (32, 64, 128))
+        halving = sum(
+            count((c, 2 * c, 3, 1), (2 * c, 2 * c, 3, 1), (c, 2 * c, 1, 1)) for c in (32, 64, 128)
+        )
         return count((channels, 32, 7, 1)) + pairs + count((32, 32, 3, 1), (32, 32, 3, 1)) + halving
-    blocks = {"resnet50": (3, 4, 6, 3), "se_resnext50": (3, 4, 6, 3), "se_resnext101": (3, 4, 23, 3)}[name]
+    blocks = {
+        "resnet50": (3, 4, 6, 3),
+        "se_resnext50": (3, 4, 6, 3),
+        "se_resnext101": (3, 4, 23, 3),
+    }[name]
     wide, groups, squeeze = (1, 1, 0) if name == "resnet50" else (2, 16, 1)
     total, channels = count((channels, 32, 7, 1)), 32
-    for planes, number in zip((32, 64, 128, 256), blocks):  # blocks of 1x1, 3x3, 1x1; the first changes the channels
+    for planes, number in zip(
+        (32, 64, 128, 256), blocks
+    ):  # blocks of 1x1, 3x3, 1x1; the first changes the channels
         out, width = 4 * planes, planes * wide
-        first = count((channels, width, 1, 1), (channels, out, 1, 1)) + (number - 1) * count((out, width, 1, 1))
-        block = count((width, width, 3, groups), (width, out, 1, 1)) + squeeze * (2 * out * (out // 16) + out // 16 + out)
+        first = count((channels, width, 1, 1), (channels, out, 1, 1)) + (number - 1) * count(
+            (out, width, 1, 1)
+        )
+        block = count((width, width, 3, groups), (width, out, 1, 1)) + squeeze * (
+            2 * out * (out // 16) + out // 16 + out
+        )
         total, channels = total + first + number * block, out
     return total
 
 
 @pytest.mark.parametrize("name", ver_ppo.BACKBONES)
 def test_backbones_by_hand(name):
-    """Numbers of weights and the shape of the last feature map are those that the papers' figures give."""
-    net = ver_ppo.ResNet(ver_ppo.Images({"rgb": RGB, "depth": DEPTH}), 512, **ver_ppo.BACKBONES[name])
+    """Numbers of weights and the shape of the last feature map are those that the papers' figures
+    give."""
+    net = ver_ppo.ResNet(
+        ver_ppo.Images({"rgb": RGB, "depth": DEPTH}), 512, **ver_ppo.BACKBONES[name]
+    )
     assert sum(p.numel() for p in net.backbone.parameters()) == by_hand(name, 4)
     channels = 256 if name.startswith("resnet18") else 1024
     assert net.backbone(torch.zeros(2, 4, 128, 128)).shape == (2, channels, 2, 2)
@@ -68,29 +90,48 @@ def test_backbones_by_hand(name):
 
 
 def test_first_convolutions():
-    """256 x 256 pixels as in DD-PPO: halved by pooling; the last feature map, 4 x 4 pixels, is compressed to 128 x 4 x 4."""
+    """256 x 256 pixels as in DD-PPO: halved by pooling; the last feature map, 4 x 4 pixels, is
+    compressed to 128 x 4 x 4."""
     images = ver_ppo.Images({"depth": gym.spaces.Box(0, 1, (256, 256, 1), np.float32)})
     net = ver_ppo.ResNet(images, 512, **ver_ppo.BACKBONES["resnet50"])
     assert isinstance(net.backbone[0], torch.nn.AvgPool2d)
     assert net.compress(net.backbone(torch.zeros(1, 1, 256, 256))).shape == (1, 128 * 4 * 4)
 
 
-ALL, EVERYTHING = {"rgb": RGB, "depth": DEPTH, "goal": GOAL}, ver_ppo.flatten(envs.Everything.observation_space)
-CASES = [(ALL, gym.spaces.Discrete(4), encoder) for encoder in ("cnn", "resnet18_plain", "resnet18", "se_resnext50", "none")]
-CASES += [(EVERYTHING, envs.Everything.action_space, "cnn"), ({"goal": GOAL}, envs.Continuous.action_space, "cnn")]
+ALL = {"rgb": RGB, "depth": DEPTH, "goal": GOAL}
+EVERYTHING = ver_ppo.flatten(envs.Everything.observation_space)
+CASES = [
+    (ALL, gym.spaces.Discrete(4), encoder)
+    for encoder in ("cnn", "resnet18_plain", "resnet18", "se_resnext50", "none")
+]
+CASES += [
+    (EVERYTHING, envs.Everything.action_space, "cnn"),
+    ({"goal": GOAL}, envs.Continuous.action_space, "cnn"),
+]
 
 
 @pytest.mark.parametrize("observations, action_space, encoder", CASES)
 def test_gradients_reach_every_weight(observations, action_space, encoder):
-    """RGB and depth of one size go through one encoder, other observations through their own, CPC|A through its GRU."""
-    policy = build(observations, action_space, encoder=encoder, hidden_size=16, cpc=True, lstm_layers=2)
-    obs, sizes, first = sample(observations, 6), torch.tensor([2, 2, 2]), torch.tensor([True] * 2 + [False] * 4)
+    """RGB and depth of one size go through one encoder, other observations through their own, CPC|A
+    through its GRU."""
+    policy = build(
+        observations, action_space, encoder=encoder, hidden_size=16, cpc=True, lstm_layers=2
+    )
+    obs = sample(observations, 6)
+    sizes = torch.tensor([2, 2, 2])
+    first = torch.tensor([True] * 2 + [False] * 4)
     action = torch.tensor(np.stack([np.ravel(action_space.sample()) for _ in range(6)]))
     action = action.float() if action.is_floating_point() else action
-    distribution, value, memory = policy.sequences(obs, action, first, torch.randn(2, *policy.state_shape), sizes)
-    loss = distribution.log_prob(action).sum() + value.sum() + ver_ppo.cpc_loss(policy, *memory, action, sizes)
+    distribution, value, memory = policy.sequences(
+        obs, action, first, torch.randn(2, *policy.state_shape), sizes
+    )
+    batch = {"action": action, "batch_sizes": sizes}
+    loss = (
+        distribution.log_prob(action).sum() + value.sum() + ver_ppo.cpc_loss(policy, *memory, batch)
+    )
     loss.backward()
-    assert [name for name, p in policy.named_parameters() if p.requires_grad and (p.grad is None or not p.grad.any())] == []
+    learning = {name: p for name, p in policy.named_parameters() if p.requires_grad}
+    assert [name for name, p in learning.items() if p.grad is None or not p.grad.any()] == []
     if observations is ALL:
         assert set(policy.encoders) == ({"goal"} if encoder == "none" else {"rgb", "goal"})
         other = policy.encode({**obs, "rgb": 255 - obs["rgb"]}, action, first)
@@ -104,12 +145,20 @@ def test_nothing_to_observe():
 
 
 def test_running_statistics():
-    """RGB is normalized by mean and deviation of all rollouts so far, channel by channel; depth alone is not."""
-    policy, rng, seen = build({"rgb": RGB, "depth": DEPTH}, hidden_size=16), np.random.default_rng(0), []
+    """RGB is normalized by mean and deviation of all rollouts so far, channel by channel; depth
+    alone is not."""
+    policy = build({"rgb": RGB, "depth": DEPTH}, hidden_size=16)
+    rng = np.random.default_rng(0)
+    seen = []
     for k in (0, 1, 2):
         rgb = rng.integers(50 * k, 50 * k + 90, (8, 128, 128, 3), dtype=np.uint8)
-        obs = {"rgb": torch.from_numpy(rgb), "depth": torch.from_numpy(rng.random((8, 128, 128, 1), np.float32))}
-        ver_ppo.update_statistics(policy, SimpleNamespace(steps=8, obs=obs, device="cpu"), lambda tensors: None)
+        obs = {
+            "rgb": torch.from_numpy(rgb),
+            "depth": torch.from_numpy(rng.random((8, 128, 128, 1), np.float32)),
+        }
+        ver_ppo.update_statistics(
+            policy, SimpleNamespace(steps=8, obs=obs, device="cpu"), lambda tensors: None
+        )
         seen.append(np.concatenate([rgb / 255, obs["depth"]], axis=3))
     everything = np.concatenate(seen)
     expected = (seen[-1] - everything.mean(axis=(0, 1, 2))) / everything.std(axis=(0, 1, 2))
@@ -122,7 +171,8 @@ def test_running_statistics():
 
 @pytest.mark.parametrize("seed", range(10))
 def test_cpc_stays_in_its_episode(seed):
-    """Starts, actions and futures are of one environment and one episode, in order, at most CPC_HORIZON steps apart."""
+    """Starts, actions and futures are of one environment and one episode, in order, at most
+    CPC_HORIZON steps apart."""
     rng = np.random.default_rng(seed)
     env, first = rng.integers(4, size=200), rng.random(200) < rng.choice([0.02, 0.3])
     steps, batch_sizes = ver_ppo.pack(ver_ppo.find_sequences(env, first))
@@ -136,25 +186,29 @@ def test_cpc_stays_in_its_episode(seed):
     assert (time_of[steps[future]] - time_of[steps[start]][:, None] == later).all()
     assert later.min() >= 1 and later.max() <= ver_ppo.CPC_HORIZON
     for step in range(ver_ppo.CPC_HORIZON):
-        needed = later.max(axis=1) > step  # the action `step` steps after the start leads to a future
+        # where the action `step` steps after the start leads to a future
+        needed = later.max(axis=1) > step
         assert (time_of[steps[actions[needed, step]]] == time_of[steps[start[needed]]] + step).all()
         assert (episode[steps[actions[needed, step]]] == episode[steps[start[needed]]]).all()
 
 
 def test_cpc_learns_to_predict_by_the_actions():
-    """Where the future is position + actions, the loss falls far below chance; with the actions shuffled it does not."""
+    """Where the future is position + actions, the loss falls far below chance; with the actions
+    shuffled it does not."""
     losses = {}
     for shuffled in (False, True):
         torch.manual_seed(0)
         policy = build({"goal": GOAL}, hidden_size=32, cpc=True, encoder="none")
-        optimizer, batch_sizes = torch.optim.Adam(policy.parameters(), lr=1e-2), torch.full((12,), 16)
+        optimizer = torch.optim.Adam(policy.parameters(), lr=1e-2)
+        batch_sizes = torch.full((12,), 16)
         for update in range(200):
             action = torch.randint(4, (12, 16))
             place = torch.cat([torch.randint(8, (1, 16)), action[:-1]]).cumsum(0) % 8
             features = torch.nn.functional.one_hot(place.flatten(), 16).float() * 2
             memory = torch.nn.functional.one_hot(place.flatten(), 32).float()
             known = action.flatten()[torch.randperm(192)] if shuffled else action.flatten()
-            loss = ver_ppo.cpc_loss(policy, features, memory, known[:, None], batch_sizes)
+            batch = {"action": known[:, None], "batch_sizes": batch_sizes}
+            loss = ver_ppo.cpc_loss(policy, features, memory, batch)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -163,66 +217,141 @@ def test_cpc_learns_to_predict_by_the_actions():
 
 
 def test_cpc_trains(tmp_path):
-    """In a run its loss is logged, and falls; it goes with the papers' encoders and with overlap."""
-    folder = run_here(tmp_path / "1", "--env-id Pendulum-v1 --num-workers 0 --total-timesteps 1600 --cpc --debug")
+    """In a run its loss is logged, and falls; it goes with the papers' encoders and with
+    overlap."""
+    folder = run_here(
+        tmp_path / "1", "--env-id Pendulum-v1 --num-workers 0 --total-timesteps 1600 --cpc --debug"
+    )
     losses = [*logged(folder, "losses/cpc").values()]
     assert len(losses) == 25 and np.mean(losses[-5:]) < np.mean(losses[:5])
-    line = "--simulator builtin --camera rgb --image-size 64 --encoder resnet18 --cpc --num-workers 2 --overlap --debug"
-    folder = run_here(tmp_path / "2", f"{line} --total-timesteps 128")
-    assert len(logged(folder, "losses/cpc")) == saved(folder)["policy"]["encoders.rgb.images.rollouts"] == 2
+    line = "--env-kwargs simulator=builtin camera=rgb --encoder resnet18 --cpc --debug"
+    folder = run_here(tmp_path / "2", f"{line} --num-workers 2 --overlap --total-timesteps 128")
+    assert saved(folder)["policy"]["encoders.rgb.images.rollouts"] == 2
+    assert len(logged(folder, "losses/cpc")) == 2
+
+
+DELAY, LATENCY = (f"notebooks.extensions.wrappers:{name}" for name in ("ActionDelay", "Latency"))
 
 
 def test_delayed_actions(tmp_path):
-    """The first action of an episode is answered by the first observation; then each is answered by what the one before did.
-    (Count: the reward is 0.1 times the action, the observation counts the steps, the 7th truncates.)"""
-    environment, io = make_environment("tests.envs:Count-v0", action_delay=True)
+    """The first action of an episode is answered by the first observation; then each is answered by
+    what the one before did. (Count: the reward is 0.1 times the action, the observation counts the
+    steps, the 7th truncates.)"""
+    environment, io = make_environment("tests.envs:Count-v0", wrappers=(DELAY,))
     environment.answer()
     actions, answers = [2, 0, 1, 2, 2, 0, 1, 2, 0, 1], []
     for io.action[0] in actions:
         environment.answer()
-        answers.append((io.reward[0].item(), round(io.obs["obs"][0, 0].item() * 10), bool(io.truncated[0])))
+        answers.append(
+            (io.reward[0].item(), round(io.obs["obs"][0, 0].item() * 10), bool(io.truncated[0]))
+        )
     carried_out = [None, *actions[:7], None, actions[8]]
     rewards = [0.0 if action is None else 0.1 * (action - 1) for action in carried_out]
     assert [answer[0] for answer in answers] == pytest.approx(rewards, abs=1e-6)
     assert [answer[1] for answer in answers] == [0, 1, 2, 3, 4, 5, 6, 0, 0, 1]
     assert [answer[2] for answer in answers] == [False] * 7 + [True] + [False] * 2
     for workers in "02":
-        line = f"--env-id tests.envs:Count-v0 --num-workers {workers} --action-delay --total-timesteps 128 --debug"
-        folder = run_here(tmp_path / workers, line)
-        assert set(logged(folder, "charts/episodic_length").values()) == {8.0}  # 7, and one that nothing was decided for
+        line = f"--env-id tests.envs:Count-v0 --wrappers {DELAY} --num-workers {workers} --debug"
+        folder = run_here(tmp_path / workers, f"{line} --total-timesteps 128")
+        lengths = logged(folder, "charts/episodic_length")
+        assert set(lengths.values()) == {8.0}  # 7, and one that nothing was decided for
+
+
+class Threads(gym.Env):
+    """Notes which thread has done what with which environment."""
+
+    seen = []
+
+    def note(self, what):
+        self.seen.append((what, id(self), threading.get_ident()))
+
+    def __init__(self, render_mode=None):
+        self.note("make")
+
+    def reset(self, **_):
+        self.note("reset")
+        return 0, {}
+
+    def step(self, action):
+        self.note("step")
+        return 0, 0.0, False, False, {}
+
+    def render(self):
+        self.note("render")
+
+    def close(self):
+        self.note("close")
 
 
 def test_delayed_environments_live_in_one_thread():
-    """An environment is made, reset, stepped and closed in one thread, which is not the caller's."""
-    seen = []
-
-    class Threads(gym.Env):
-        def __init__(self):
-            seen.append(("make", threading.get_ident()))
-
-        def reset(self, **_):
-            return seen.append(("reset", threading.get_ident())), {}
-
-        def step(self, action):
-            return seen.append(("step", threading.get_ident())), 0.0, False, False, {}
-
-        def close(self):
-            seen.append(("close", threading.get_ident()))
-
-    env = wrappers.ActionDelay(Threads)
+    """An environment is made, reset, stepped and closed in one thread, which is not the caller's:
+    the one that is given is closed, and made anew there."""
+    Threads.seen.clear()
+    gym.register("Threads-v0", Threads)
+    env = wrappers.ActionDelay(gym.make("Threads-v0", disable_env_checker=True))
     env.reset(seed=0)
     env.step(0)
+    env.render()
     env.close()
-    names, threads = zip(*seen)
-    assert names == ("make", "reset", "step", "close") and len({*threads, threading.get_ident()}) == 2
+    (made, closed), own = Threads.seen[:2], Threads.seen[2:]
+    assert made == ("make", made[1], threading.get_ident()) and closed == ("close", *made[1:])
+    names, environments, threads = zip(*own)
+    assert names == ("make", "reset", "step", "render", "close")
+    assert len(set(environments)) == 1 and len({*threads, threading.get_ident()}) == 2
+
+
+def test_delayed_environments_are_made_anew():
+    """From their spec: arguments and wrappers within are those of the given one; where that cannot
+    be, it is said, and no thread is left."""
+    clip, limit = "ClipReward(min_reward=0, max_reward=0.05)", "TimeLimit(max_episode_steps=4)"
+    gymnasium = [f"gymnasium.wrappers:{name}" for name in (clip, limit)]
+    around = (f"{LATENCY}(mean_ms=0.5, spread=0.0)", *gymnasium, DELAY)
+    words = {"env_kwargs": ("limit=11",), "wrappers": around}
+    env = ver_ppo.make_env(ver_ppo.Options(env_id="tests.envs:Told-v0", **words), "val", 3)
+    options, split, number, limit = env.unwrapped.told
+    assert (split, number, limit) == ("val", 3, 11) and options.env_kwargs == ("limit=11",)
+    clipped = env.env
+    assert isinstance(clipped, gym.wrappers.ClipReward)
+    assert isinstance(clipped.env, wrappers.Latency)
+    assert (clipped.env.mean_sec, clipped.env.sigma) == (0.0005, 0.0)
+    env.reset(seed=0)
+    answers = [env.step(1) for _ in range(5)]
+    assert [answer[1] for answer in answers] == [0.0] + [0.05] * 4
+    assert [answer[3] for answer in answers] == [False] * 4 + [True]
+    env.close()
+    before = threading.active_count()
+    with pytest.raises(ValueError, match="gymnasium.make"):
+        wrappers.ActionDelay(envs.Count())
+    unrecorded = gym.Wrapper(gym.make("tests.envs:Count-v0"))
+    with pytest.raises(
+        ValueError, match="cannot make the environment anew: .*RecordConstructorArgs"
+    ):
+        wrappers.ActionDelay(unrecorded)
+    assert threading.active_count() == before
+
+
+def test_wrappers_of_gymnasium(tmp_path, capsys):
+    """They go through the same door, in order, in evaluation and worker processes too."""
+    line = "--env-id tests.envs:Count-v0 --num-workers 1 --total-timesteps 128 --debug"
+    line += " --eval-episodes 3 --wrappers"
+    args = [
+        "gymnasium.wrappers:TimeLimit(max_episode_steps=5)",
+        "gymnasium.wrappers:ClipReward(min_reward=0, max_reward=0.05)",
+        DELAY,
+    ]
+    folder = run_here(tmp_path, line, *args)
+    assert set(logged(folder, "charts/episodic_length").values()) == {6.0}  # and the delayed one
+    assert 0 < max(logged(folder, "charts/episodic_return").values()) <= 0.05 * 5 + 1e-6
+    assert "length 6.000" in capsys.readouterr().out
 
 
 def test_simulation_beside_inference():
-    """With --action-delay, 30 ms of simulation and 25 ms of inference take the longer of the two."""
+    """With ActionDelay, 30 ms of simulation and 25 ms of inference take the longer of the two."""
     sec = {}
     for delay in (False, True):
+        slow = f"{LATENCY}(mean_ms=30.0, spread=0.0)"
         options = ver_ppo.Options(
-            env_id="tests.envs:Scenes-v0", action_delay=delay, sim_latency=30.0, sim_latency_spread=0.0
+            env_id="tests.envs:Scenes-v0", wrappers=(slow, DELAY) if delay else (slow,)
         )
         env = ver_ppo.make_env(options)
         env.reset(seed=0)
@@ -237,24 +366,32 @@ def test_simulation_beside_inference():
 
 
 def test_transfer(tmp_path, capsys):
-    """--init-from takes the weights, but for the critic with --reset-critic, for all but the encoders with --reset-policy; a
-    frozen encoder learns nothing, statistics included, also after --resume."""
-    line = "--simulator builtin --camera rgb --image-size 16 --num-workers 0"
+    """--init-from takes the weights, but for the critic with --reset critic, for all but the
+    encoders with --reset policy; a frozen encoder learns nothing, statistics included, also after
+    --resume."""
+    line = "--env-kwargs simulator=builtin camera=rgb image_size=16 --num-workers 0"
     checkpoint = run_here(tmp_path / "one", f"{line} --total-timesteps 64") / "checkpoint.pt"
     line += f" --init-from {checkpoint} --freeze-encoder --seed 5"
-    two = run_here(tmp_path / "two", f"{line} --reset-critic --total-timesteps 128")
+    two = run_here(tmp_path / "two", f"{line} --reset critic --total-timesteps 128")
     assert "tensors come from" in capsys.readouterr().out
-    assert ver_ppo.main(["--resume", str(two), "--total-timesteps", "192"]) == 0 and saved(two)["step"] == 192
+    assert ver_ppo.main(["--resume", str(two), "--total-timesteps", "192"]) == 0
+    assert saved(two)["step"] == 192
     before, after = ver_ppo.load_checkpoint(checkpoint)["policy"], saved(two)["policy"]
     same = {name for name in before if torch.equal(before[name], after[name])}
     assert {name for name in before if name.startswith("encoders.rgb.")} <= same
     assert not {name for name in same if name.startswith(("actor", "core", "encoders.goal"))}
     assert not torch.allclose(before["critic.weight"], after["critic.weight"], atol=0.05)
-    three = run_here(tmp_path / "reset", f"{line} --reset-policy --learning-rate 1e-30 --total-timesteps 64")
+    three = run_here(
+        tmp_path / "reset", f"{line} --reset policy --learning-rate 1e-30 --total-timesteps 64"
+    )
     reset = saved(three)["policy"]
     taken = {name for name in before if torch.equal(before[name], reset[name])}
     assert {name for name in before if name.startswith("encoders.")} <= taken
-    assert not {name for name in taken if name.endswith("weight") and not name.startswith("encoders.")}
-    for change in ("--hidden-size 24", "--camera depth", "--encoder resnet18 --image-size 64"):
-        one_line(capsys, small(tmp_path / "three", *line.split(), *change.split()), "its encoders are others")
+    others = {name for name in taken if not name.startswith("encoders.")}
+    assert not {name for name in others if name.endswith("weight")}
+    depth = "--env-kwargs simulator=builtin image_size=16"
+    large = "--env-kwargs simulator=builtin camera=rgb --encoder resnet18"
+    for change in ("--hidden-size 24", depth, large):
+        args = small(tmp_path / "three", *line.split(), *change.split())
+        one_line(capsys, args, "its network is another one (encoders.")
     assert not (tmp_path / "three").exists() and run_folders(tmp_path / "two") == [two]

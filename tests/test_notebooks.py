@@ -1,5 +1,5 @@
-"""The notebooks run from top to bottom, and what they predict is computed; what is committed was run, and is small. And the
-tasks in their folder."""
+"""The notebooks run from top to bottom, and what they predict is computed; what is committed was
+run, and is small. And the tasks in their folder."""
 
 import re
 import subprocess
@@ -12,7 +12,7 @@ from conftest import ROOT
 from nbclient import NotebookClient
 
 import ver_ppo
-from notebooks.pointnav import PointNav
+from notebooks.environments.pointnav import PointNav
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 EACH = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -31,13 +31,15 @@ def check_outputs(notebook):
 
 @EACH
 def test_notebook_runs(path):
-    """As a reader runs it: in its folder, with a fresh kernel; within the two minutes that are promised (and some more for a
-    slow machine)."""
+    """As a reader runs it: in its folder, with a fresh kernel; within the two minutes that are
+    promised (and some more for a slow machine)."""
     notebook = nbformat.read(path, as_version=4)
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs = []
-    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(path.parent)}}).execute()
+    NotebookClient(
+        notebook, timeout=300, resources={"metadata": {"path": str(path.parent)}}
+    ).execute()
     check_outputs(notebook)
 
 
@@ -52,9 +54,12 @@ def test_committed_outputs(path):
 
 
 def test_notebooks_import():
-    """Nothing that the scripts define is defined in a notebook, and the links between the notebooks lead somewhere."""
+    """Nothing that the scripts define is defined in a notebook, and the links between the notebooks
+    lead somewhere."""
     shipped = set(re.findall(r"^(?:def|class) (\w+)", (ROOT / "ver_ppo.py").read_text(), re.M))
-    shipped |= set(re.findall(r"^(?:def|class) (\w+)", (ROOT / "ver_multigpu.py").read_text(), re.M))
+    shipped |= set(
+        re.findall(r"^(?:def|class) (\w+)", (ROOT / "ver_multigpu.py").read_text(), re.M)
+    )
     assert [path.name[:2] for path in NOTEBOOKS] == ["01", "02", "03", "04", "05", "06", "07", "08"]
     for path in NOTEBOOKS:
         cells = nbformat.read(path, as_version=4).cells
@@ -67,9 +72,11 @@ def test_notebooks_import():
 @pytest.mark.parametrize("task", ["Flee", "Explore"])
 def test_transfer_tasks(task):
     """Rewards add up to the metric, the goal says nothing, spaces are PointNav's."""
-    options = ver_ppo.Options(env_id=f"notebooks.tasks:{task}-v0", image_size=16)
+    env_id = f"notebooks.environments.tasks:{task}-v0"
+    options = ver_ppo.Options(env_id=env_id, env_kwargs=("simulator=builtin", "image_size=16"))
     env, plain = ver_ppo.make_env(options, "val", 3), PointNav("val", image_size=16)
-    assert env.observation_space == plain.observation_space and env.action_space == plain.action_space
+    assert env.observation_space == plain.observation_space
+    assert env.action_space == plain.action_space
     rng, (name,), inner = np.random.default_rng(0), env.metadata["metrics"], env.unwrapped
     for seed in range(5):
         observation, _ = env.reset(seed=seed)
@@ -77,25 +84,35 @@ def test_transfer_tasks(task):
         assert inner.plan is plain.plan and observation["goal"].tolist() == [1, 1, 0]
         start, places, total = inner.position, {tuple(np.floor(inner.position))}, 0.0
         for _ in range(60):
-            observation, reward, terminated, truncated, info = env.step(int(rng.choice([1, 1, 1, 2, 3])))
+            observation, reward, terminated, truncated, info = env.step(
+                int(rng.choice([1, 1, 1, 2, 3]))
+            )
             total += reward
             places.add(tuple(np.floor(inner.position)))
             assert observation["goal"].tolist() == [1, 1, 0] and not terminated
         if task == "Flee":
-            assert info[name] == pytest.approx(total) and info[name] >= np.hypot(*(inner.position - start)) - 1e-6
+            assert info[name] == pytest.approx(total)
+            assert info[name] >= np.hypot(*(inner.position - start)) - 1e-6
         else:
             assert info[name] == len(places) == total + 1
         assert env.step(0)[2]
 
 
 def test_transfer_command(tmp_path):
-    """The command in their file: ver_ppo.py runs as a script, and in worker processes, while the tasks import it."""
-    small = "--num-envs 2 --num-steps 8 --total-timesteps 16 --hidden-size 16 --image-size 16 --device cpu"
-    args = f"--simulator builtin --num-workers 0 --eval-episodes 0 --runs-dir {tmp_path / 'pointnav'} {small}"
-    assert ver_ppo.main(args.split()) == 0
+    """The command in their file: ver_ppo.py runs as a script, and in worker processes, while the
+    tasks import it."""
+    small = "--num-envs 2 --num-steps 8 --total-timesteps 16 --hidden-size 16 --device cpu"
+    small += " --env-kwargs image_size=16"
+    args = f"--num-workers 0 --eval-episodes 0 --runs-dir {tmp_path / 'pointnav'} {small}"
+    assert ver_ppo.main([*args.split(), "simulator=builtin"]) == 0
     (checkpoint,) = tmp_path.glob("pointnav/*/checkpoint.pt")
-    command = f"ver_ppo.py --env-id notebooks.tasks:Flee-v0 --init-from {checkpoint} --freeze-encoder --reset-critic"
+    command = f"ver_ppo.py --env-id notebooks.environments.tasks:Flee-v0 --init-from {checkpoint}"
+    command += " --freeze-encoder --reset critic"
     command += f" --num-workers 1 --eval-episodes 2 --runs-dir {tmp_path / 'flee'} {small}"
-    done = subprocess.run([sys.executable, *command.split()], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, *command.split()], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
-    assert "tensors come from" in done.stdout and re.search(r"distance_from_start [\d.]+ ±", done.stdout)
+    assert done.stdout.count("simulator: ") == 1, "by the main process, once"
+    assert "tensors come from" in done.stdout
+    assert re.search(r"distance_from_start [\d.]+ ±", done.stdout)

@@ -15,17 +15,21 @@ import ver_ppo
 from tests.test_run import nobody_left, run_folders, saved
 
 INLINE = """
-    env-id pointnav CartPole-v1 tests.envs:Everything-v0 tests.envs:Continuous-v0 tests.envs:Cue-v0
+    env-id pointnav/8/depth pointnav/16/rgb pointnav/33/depth pointnav/64/rgb CartPole-v1 tests.envs:Everything-v0 tests.envs:Continuous-v0 tests.envs:Cue-v0
     num-envs 1 2 3, num-steps 1 2 7 16, sampler ver nover sync, max-requests 2 3 256, num-minibatches 1 2 4, update-epochs 1 3
-    lstm-layers 1 2, hidden-size 2 8, encoder cnn none resnet18, recurrent no, cpc yes, action-delay yes, norm-adv yes
+    wrappers Latency Delay Latency+Delay, lstm-layers 0 1 2, hidden-size 2 8, encoder cnn none resnet18, cpc yes, norm-adv yes
     gamma 0 1, gae-lambda 0 1, ent-coef 0 0.1, target-entropy None 0 0.5, vf-coef 0 1, learning-rate 1e-30 1
-    max-grad-norm 1e-9 1e9, seed 0 1099511627776, image-size 8 16 33, camera depth rgb, sim-latency 0 0.1, greedy yes
+    max-grad-norm 1e-9 1e9, seed 0 1099511627776, greedy yes
     learner-threads auto 1 2, eval-episodes 0 1 5, checkpoint-interval 1 1000000, max-worker-restarts 0 3, debug yes
 """
 REMOTE = "num-workers 1 2 auto, sampler ver nover sync async, overlap yes"
+WRAPPERS = {
+    "Latency": "notebooks.extensions.wrappers:Latency(mean_ms=0.1)",
+    "Delay": "notebooks.extensions.wrappers:ActionDelay",
+}
 BAD = """
     num-envs 0 -3 1025, num-steps 0, num-workers -1 1000, num-minibatches 0 5, max-requests 0, hidden-size 1, lstm-layers 3
-    gamma 1.1 nan, clip-coef 0, ent-coef nan -1, learning-rate 0 inf nan, sim-latency -1, seed -1, image-size 7
+    gamma 1.1 nan, clip-coef 0, ent-coef nan -1, learning-rate 0 inf nan, seed -1
     learner-threads 0, env-timeout 0, total-timesteps 0, bf16 yes
 """
 
@@ -42,9 +46,15 @@ def some(text):
 
 def run(options):
     """Run two updates with these options. Returns the exit status, and what was said on stderr."""
-    options = {"num-envs": "2", "num-steps": "4", "hidden-size": "8", "image-size": "8", "eval-episodes": "0"} | options
+    defaults = {"env-id": "pointnav/8/depth", "num-envs": "2", "num-steps": "4", "hidden-size": "8", "eval-episodes": "0"}
+    options = defaults | options
     rollout_steps = int(options["num-envs"]) * int(options["num-steps"])
     args = ["--total-timesteps", str(max(1, 2 * rollout_steps)), "--device", "cpu"]
+    options["env-id"], *camera = options["env-id"].split("/")
+    if camera:
+        args += ["--env-kwargs", "image_size={}".format(camera[0]), "camera={}".format(camera[1])]
+    if "wrappers" in options:
+        args += ["--wrappers", *(WRAPPERS[name] for name in options.pop("wrappers").split("+"))]
     for name, value in options.items():
         args += {"yes": [f"--{name}"], "no": [f"--no-{name}"]}.get(value, [f"--{name}", value])
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()) as errors:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from torch.nn.utils.rnn import PackedSequence
-from virtual_clock import VirtualWorkers, build
+from notebooks.extensions.virtual_clock import VirtualWorkers, build
 
 import ver_ppo
 
@@ -22,7 +22,7 @@ def test_every_step_once(seed):
     segment_S, first_S = random_steps(seed)
     sequences, num_minibatches = ver_ppo.find_sequences(segment_S, first_S), [1, 2, 3, 4, 5, 6][seed % 6]
     sequences = [sequences[q] for q in np.random.default_rng(seed).permutation(len(sequences))]
-    minibatches = list(ver_ppo.cut_minibatches(sequences, 60 // num_minibatches))
+    minibatches = ver_ppo.cut_minibatches(sequences, num_minibatches)
     assert [sum(map(len, minibatch)) for minibatch in minibatches] == [60 // num_minibatches] * num_minibatches
     parts = [part.tolist() for minibatch in minibatches for part in minibatch]
     assert sum(parts, []) == np.concatenate(sequences).tolist() and sorted(sum(parts, [])) == list(range(60))
@@ -38,7 +38,7 @@ def test_every_step_once(seed):
         assert sorted(packed) == sorted(part.tolist() for part in minibatch)
 
 
-@pytest.mark.parametrize("options", [{"lstm_layers": 1}, {"lstm_layers": 2}, {"recurrent": False}])
+@pytest.mark.parametrize("options", [{"lstm_layers": 1}, {"lstm_layers": 2}, {"lstm_layers": 0}])
 def test_packed_lstm_is_stepping(options):
     """The network over packed sequences gives what stepping gave while collecting, step by step, whatever the cuts: PPO's first
     ratios are 1, those of carried-over steps (of the same weights here) included."""
@@ -48,10 +48,12 @@ def test_packed_lstm_is_stepping(options):
     for c.version in range(3):
         ver_ppo.collect_rollout(policy, rollout, c)
     assert (rollout.sent_at < rollout.clock[0]).any()
-    for size in (60, 30, 12, 5):
-        for minibatch in ver_ppo.cut_minibatches(ver_ppo.find_sequences(rollout.segment, rollout.first), size):
+    for count in (1, 2, 5, 12):
+        sequences = ver_ppo.find_sequences(rollout.segment, rollout.first)
+        for minibatch in ver_ppo.cut_minibatches(sequences, count):
+            batch = ver_ppo.make_batch(rollout, minibatch, torch.device("cpu"))
             with torch.no_grad():
-                distribution, value_M, _, batch, _ = ver_ppo.run_sequences(policy, rollout, minibatch)
+                distribution, value_M, _ = ver_ppo.run_sequences(policy, batch)
             step_M = batch["step"].numpy()
             assert sorted(step_M) == sorted(np.concatenate(minibatch))
             np.testing.assert_allclose(value_M, rollout.value[step_M], rtol=1e-4, atol=1e-5)

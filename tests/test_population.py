@@ -14,8 +14,8 @@ import torch
 from conftest import ROOT
 
 import ver_ppo
-from notebooks import population
-from notebooks.population import BOUNDS, Entry, evolve, mutate
+from notebooks.extensions import population
+from notebooks.extensions.population import BOUNDS, Entry, evolve, mutate
 from tests.test_multigpu import free_port, start, stop
 from tests.test_run import one_line, run_here, same, saved
 
@@ -102,10 +102,10 @@ LINE = "--env-id CartPole-v1 --num-workers 0 --num-envs 4 --num-steps 16 --hidde
 LINE += " --learner-threads 1 --population-size 2 --evolve-interval 128"
 
 
-def member(tmp_path, number, line="", steps=640, train=ver_ppo.train):
+def member(tmp_path, number, line="", steps=640):
     """A small run of a member, here, to its end; two members."""
     args = f"{LINE} --population {tmp_path}/p --member {number} --total-timesteps {steps} {line}"
-    return ver_ppo.main(args.split(), train=train)
+    return population.main(args.split())
 
 
 def decisions(tmp_path, number):
@@ -131,20 +131,21 @@ def test_taking_over(tmp_path, capsys):
     assert (line["step"], line["decision"], line["from"], line["others"]) == (512, "takes over", 0, {"0": [512, 500.0]})
 
 
-def test_takes_over_weights(tmp_path):
+def test_takes_over_weights(tmp_path, monkeypatch):
     """What it goes on from: the other's weights and moments, its own step, no episodes, mutated options that hold on."""
     assert member(tmp_path, 0, "--learning-rate 1e-2", steps=256) == 0
     for path in (tmp_path / "p" / "0").glob("*.pt"):
         torch.save(ver_ppo.load_checkpoint(path) | {"recent": [[500.0, 500.0]]}, path)
     donor = ver_ppo.load_checkpoint(tmp_path / "p" / "0" / f"{128:012}.pt")
-    seen = []
+    seen, train = [], population.train
 
-    def train(options):
+    def spying_train(options):
         if options.resume:
             seen.append((options, saved(tmp_path / "p" / "1" / options.resume.rsplit("/")[-1])))
-        return ver_ppo.train(options)
+        return train(options)
 
-    assert member(tmp_path, 1, "--learning-rate 1e-30", steps=192, train=train) == 0
+    monkeypatch.setattr(population, "train", spying_train)
+    assert member(tmp_path, 1, "--learning-rate 1e-30", steps=192) == 0
     ((options, content),) = seen
     (decided,) = decisions(tmp_path, 1)
     assert decided["decision"] == "takes over" and content["step"] == 128 and content["recent"] == []
@@ -159,12 +160,12 @@ def test_takes_over_weights(tmp_path):
 def test_only_its_own_runs(tmp_path, capsys):
     """A member begins by --init-from, and goes on with what it has learned itself: the same environment."""
     run = run_here(tmp_path / "own", "--env-id CartPole-v1 --num-workers 0 --total-timesteps 64")
-    one_line(capsys, f"{LINE} --population {tmp_path}/p --member 1 --resume {run}".split(), "give --init-from")
+    one_line(capsys, f"{LINE} --population {tmp_path}/p --member 1 --resume {run}".split(), "give --init-from", population.main)
     assert member(tmp_path, 1, f"--init-from {run / 'checkpoint.pt'}", steps=192) == 0
     assert member(tmp_path, 1, f"--init-from {run / 'checkpoint.pt'}", steps=256) == 0  # the same command line again
     (own,) = (tmp_path / "p" / "1").glob("CartPole*")
     assert saved(own)["step"] == 256
-    one_line(capsys, f"{LINE} --population {tmp_path}/p --member 1 --env-id Acrobot-v1".split(), "has learned CartPole-v1")
+    one_line(capsys, f"{LINE} --population {tmp_path}/p --member 1 --env-id Acrobot-v1".split(), "has learned CartPole-v1", population.main)
 
 
 @pytest.mark.parametrize("decided", [True, False])
@@ -208,7 +209,8 @@ def test_many_ranks(tmp_path):
     assert member(tmp_path, 0, "--learning-rate 1e-2", steps=128) == 0
     (path,) = (tmp_path / "p" / "0").glob("*.pt")
     torch.save(ver_ppo.load_checkpoint(path) | {"recent": [[500.0, 500.0]]}, path)
-    command = f"-m torch.distributed.run --nproc-per-node 2 --master-port {free_port()} ver_multigpu.py --device cpu".split()
+    command = f"-m torch.distributed.run --nproc-per-node 2 --master-port {free_port()}".split()
+    command += "-m notebooks.extensions.population --device cpu".split()
     process = start(
         [*command, *f"{LINE} --population {tmp_path}/p --member 1 --total-timesteps 512 --rank-timeout 20".split()]
     )
@@ -238,7 +240,7 @@ def test_unreadable_entries(tmp_path, capsys):
         "another network": lambda: shutil.copy(other / "checkpoint.pt", good),
     }
     whole = ver_ppo.load_checkpoint(good)
-    cases["not a checkpoint of"] = lambda: torch.save({"format": 4}, good)
+    cases["not a checkpoint of"] = lambda: torch.save({"format": 5}, good)
     cases["another environment"] = lambda: torch.save(whole | {"options": whole["options"] | {"env_id": "Other-v0"}}, good)
     cases[""] = lambda: torch.save(whole | {"recent": [[float("nan"), 1.0]]}, good)
     for number, (words, spoil) in enumerate(cases.items()):
@@ -264,15 +266,15 @@ def test_unreadable_entries(tmp_path, capsys):
 )
 def test_refusals(tmp_path, capsys, line, word):
     """In one line, before anything is written."""
-    one_line(capsys, f"--env-id CartPole-v1 --population {tmp_path}/p {line}".split(), word)
+    one_line(capsys, f"--env-id CartPole-v1 --population {tmp_path}/p {line}".split(), word, population.main)
     assert not list(tmp_path.glob("p/*/CartPole*"))
 
 
 def test_one_process_for_each_number(tmp_path, capsys):
     """While a member is running, another process with its number is refused; afterwards it may go on."""
-    here = ver_ppo.Options(population=str(tmp_path / "p"), member=1)
+    here = population.Options(population=str(tmp_path / "p"), member=1)
     with population.only_one(here):
-        one_line(capsys, f"{LINE} --population {tmp_path}/p --member 1".split(), "running already")
+        one_line(capsys, f"{LINE} --population {tmp_path}/p --member 1".split(), "running already", population.main)
     assert member(tmp_path, 1, steps=64) == 0
 
 
@@ -288,7 +290,7 @@ def test_four_processes(tmp_path):
         rate = [3e-3, 1e-6, 5e-3, 1e-30][number]
         where = tmp_path / f"machine {number % 2}"
         where.mkdir(exist_ok=True)
-        command = [sys.executable, str(ROOT / "ver_ppo.py"), *line.format(rate, number).split()]
+        command = [sys.executable, "-m", "notebooks.extensions.population", *line.format(rate, number).split()]
         log = open(tmp_path / f"{number}.log", "a")
         return subprocess.Popen(command, cwd=where, stdout=log, stderr=log, env=environment)
 

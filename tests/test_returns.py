@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from virtual_clock import SPEC
+from notebooks.extensions.virtual_clock import SPEC
 
 import ver_ppo
 
@@ -88,7 +88,7 @@ def vtrace_by_definition(n, ratio_S):
 def add_returns(numbers, ratio_S, size=80, **options):
     """The shipped returns of a rollout of these numbers, with actions that are so many times as probable now as when they were
     chosen; and the numbers, with the values as they are now."""
-    options = ver_ppo.Options(num_envs=4, num_steps=20, gamma=GAMMA, gae_lambda=LAMBDA, recurrent=False, **options)
+    options = ver_ppo.Options(num_envs=4, num_steps=20, gamma=GAMMA, gae_lambda=LAMBDA, lstm_layers=0, **options)
     policy = ver_ppo.Policy(SPEC, options)
     rollout = ver_ppo.Rollout(SPEC, 80, 4, policy.state_shape, torch.device("cpu"))
     action, first = torch.randint(3, (80, 1)), torch.zeros(80, dtype=torch.bool)

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import time
@@ -11,6 +12,7 @@ from multiprocessing import forkserver, resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -39,10 +41,10 @@ def run_here(tmp_path, line, *args):
     return folder
 
 
-def one_line(capsys, args, word):
+def one_line(capsys, args, word, main=ver_ppo.main):
     """This command is refused: exit status 2, one line with this word in it."""
     capsys.readouterr()
-    assert ver_ppo.main(args) == 2
+    assert main(args) == 2
     error = capsys.readouterr().err
     assert word in error and len(error.strip().splitlines()) == 1 and "Traceback" not in error, error
 
@@ -110,7 +112,7 @@ def wait_until(condition, seconds=60):
 @pytest.mark.parametrize("env_id", ["pointnav", "tests.envs:Everything-v0", "tests.envs:Continuous-v0", "CartPole-v1"])
 def test_train(tmp_path, env_id):
     """Work happens: weights move, rollouts hold their invariants, TensorBoard and options are written."""
-    extra = "--camera rgb --image-size 16" if env_id == "pointnav" else "--lstm-layers 2"
+    extra = "--env-kwargs camera=rgb image_size=16" if env_id == "pointnav" else "--lstm-layers 2"
     line = f"--env-id {env_id} --num-workers 0 --total-timesteps 256 --debug {extra}"
     folder = run_here(tmp_path, line)
     assert folder.name.startswith(env_id.replace(":", "-") + "__ver__1__")
@@ -162,7 +164,7 @@ def test_same_seed_same_run(tmp_path, env_id):
     assert differences(one, two) == [] and {"policy", "optimizer", "recent"} >= set(differences(one, other)) >= {"policy"}
 
 
-STOPS = [("pointnav", "ppo_update", 5, 320), ("Pendulum-v1", "infer", 90, 320), ("tests.envs:Count-v0", "infer", 3, 0)]
+STOPS = [("pointnav", "ppo_update", 5, 320), ("Pendulum-v1", "observe", 90, 320), ("tests.envs:Count-v0", "observe", 3, 0)]
 
 
 @pytest.mark.parametrize("env_id, function, times, step", STOPS)
@@ -211,8 +213,8 @@ def test_resume_with_workers(tmp_path, capsys, where):
 
 def test_resume_with_other_options(tmp_path):
     """The weights go on, whatever else changes."""
-    folder = run_here(tmp_path, "--simulator builtin --image-size 16 --num-workers 0 --total-timesteps 128")
-    for change in ("--image-size 17", "--seed 9", "--num-steps 8", "--num-envs 6", "--sampler nover", "--ent-coef 0.2"):
+    folder = run_here(tmp_path, "--num-workers 0 --total-timesteps 128 --env-kwargs simulator=builtin image_size=16")
+    for change in ("--env-kwargs image_size=17", "--seed 9", "--num-steps 8", "--num-envs 6", "--sampler nover", "--ent-coef 0.2"):
         step = saved(folder)["step"]
         args = ["--resume", str(folder), "--total-timesteps", str(step + 1), "--debug", *change.split()]
         assert ver_ppo.main(args) == 0
@@ -222,7 +224,7 @@ def test_resume_with_other_options(tmp_path):
 
 def test_evaluation(tmp_path, capsys):
     """--checkpoint evaluates: mean and standard error, the same numbers each time, no folder made; video on demand."""
-    folder = run_here(tmp_path, "--num-workers 0 --total-timesteps 128 --image-size 16")
+    folder = run_here(tmp_path, "--num-workers 0 --total-timesteps 128 --env-kwargs image_size=16")
     evaluate, lines = ["--checkpoint", str(folder / "checkpoint.pt"), "--eval-episodes"], []
     for how in (["9"], ["9"], ["9", "--greedy"]):
         capsys.readouterr()
@@ -251,6 +253,75 @@ def test_evaluation_plays_a_fixed_list(monkeypatch):
     np.testing.assert_allclose(np.sort(found[0], axis=0), np.sort(found[1], axis=0))
 
 
+def test_doors(tmp_path):
+    """Arguments, wrappers and a policy by name reach workers, evaluation, checkpoint, --resume and --checkpoint."""
+    line = "--env-id tests.envs:Count-v0 --num-workers 2 --total-timesteps 128 --eval-episodes 2 --debug"
+    doors = ["--env-kwargs", "limit=5", "--wrappers", "gymnasium.wrappers:TimeLimit(max_episode_steps=3)"]
+    doors += ["--policy", "tests.envs:Wide(times=3)"]
+    folder = run_here(tmp_path, line, *doors)
+    assert json.loads((folder / "options.json").read_text())["env_kwargs"] == ["limit=5"]
+    assert set(logged(folder, "charts/episodic_length").values()) == {3.0} == set(logged(folder, "eval/length").values())
+    assert saved(folder)["policy"]["core.weight"].shape[0] == 16 and "core.wide.weight" in saved(folder)["policy"]
+    assert saved(folder)["policy"]["core.wide.weight"].shape[0] == 3 * 16
+    assert ver_ppo.main(["--resume", str(folder), "--total-timesteps", "256", "--overlap"]) == 0
+    assert saved(folder)["step"] == 256 and set(logged(folder, "charts/episodic_length").values()) == {3.0}
+    options = ver_ppo.parse_options(["--checkpoint", str(folder / "checkpoint.pt"), "--wrappers"])
+    assert options.env_kwargs == ("limit=5",) and options.wrappers == () and options.policy.startswith("tests.envs:Wide")
+    assert ver_ppo.make_env(options).unwrapped.limit == 5
+
+
+class Clocks:
+    """An environment whose steps take this long, of which a share is spent on the CPU, as its clocks show."""
+
+    action_space = gym.spaces.Discrete(2)
+
+    def __init__(self, step_sec, busy):
+        self.step_sec, self.busy, self.clock, self.cpu, self.resets = step_sec, busy, 0.0, 0.0, 0
+
+    def reset(self, seed):
+        self.clock += 0.2  # is not measured
+        self.resets += 1
+
+    def step(self, action):
+        self.clock += self.step_sec
+        self.cpu += self.step_sec * self.busy
+        return None, 0.0, False, False, {}
+
+
+@pytest.mark.parametrize("step_sec, busy, workers", [
+    (20e-6, 1.0, 0),  # very cheap
+    (200e-6, 1.0, 2),  # a core each
+    (0.02, 0.99, 2),
+    (0.02, 0.0, 16),  # it sleeps
+    (0.02, 0.01, 16),
+    (0.02, 0.25, 8),
+    (0.02, 3.0, 1),  # more than one thread
+    (5.0, 0.0, 16),
+])  # fmt: skip
+def test_workers_are_counted_by_measuring(monkeypatch, step_sec, busy, workers):
+    """By wall and CPU time of some steps, for at most about a second: a process each for simulators that wait, one a core
+    for those that compute, none for cheap ones."""
+    env = Clocks(step_sec, busy)
+    monkeypatch.setattr(ver_ppo.time, "perf_counter", lambda: env.clock)
+    monkeypatch.setattr(ver_ppo.time, "process_time", lambda: env.cpu)
+    monkeypatch.setattr(ver_ppo, "count_cores", lambda: 2)
+    spec = ver_ppo.EnvSpec({"obs": gym.spaces.Discrete(2)}, env.action_space, (), *ver_ppo.time_steps(env))
+    assert spec.step_sec == pytest.approx(step_sec) and spec.cpu_sec == pytest.approx(step_sec * busy)
+    assert env.resets == 1 and env.clock <= 1.0 + 2 * step_sec + 1e-9
+    assert ver_ppo.count_workers(ver_ppo.Options(), spec) == workers
+    assert ver_ppo.count_workers(ver_ppo.Options(num_envs=3), spec) == min(workers, 3)
+    assert ver_ppo.count_workers(ver_ppo.Options(num_workers=5), spec) == 5
+
+
+def test_first_line(tmp_path, capsys):
+    """What was chosen, and by which figures; an explicit number is not measured."""
+    run_here(tmp_path / "1", "--env-id CartPole-v1 --total-timesteps 64")
+    run_here(tmp_path / "2", "--env-id CartPole-v1 --total-timesteps 64 --num-workers 2")
+    measured, told = [line for line in capsys.readouterr().out.splitlines() if "environments in" in line]
+    assert re.search(r"ver, 4 environments in 0 workers \(a step takes 0.0\d+ ms, 0.0\d+ of a CPU; \d+ cores\)", measured)
+    assert "4 environments in 2 workers, " in told
+
+
 BAD_INPUT = {  # what is given, and a word of the answer; numbers out of range are in test_options.py
     "--env-id NoSuch-v0": "NoSuch",
     "--env-id no_such_module:Env-v0": "no_such_module",
@@ -265,11 +336,38 @@ BAD_INPUT = {  # what is given, and a word of the answer; numbers out of range a
     "--resume nowhere": "no checkpoint",
     "--init-from nowhere.pt": "no checkpoint nowhere.pt",
     "--freeze-encoder": "--init-from",
-    "--reset-policy": "--init-from",
-    "--image-size 32 --encoder resnet18": "64 x 64",
-    "--env-id CartPole-v1 --simulator builtin": "--simulator builtin",
+    "--reset policy": "--init-from",
+    "--encoder resnet18 --env-kwargs image_size=32": "64 x 64",
     "--sampler async --overlap": "--overlap",
     "--sampler sync --max-requests 2": "--max-requests",
+    "--env-id tests.envs:NoSuch-v0": "NoSuch",
+    "--env-kwargs colour": "colour: must be KEY=VALUE",
+    "--env-kwargs colour=red": "colour",
+    "--env-kwargs camera=lidar": "lidar",
+    "--env-kwargs image_size=7": "image_size",
+    "--env-kwargs simulator=matlab": "matlab",
+    "--wrappers no_such_module:Wrapper": "no_such_module",
+    "--wrappers gymnasium.wrappers:NoSuch": "NoSuch",
+    "--wrappers gymnasium.wrappers:TimeLimit": "max_episode_steps",
+    "--wrappers gymnasium.wrappers:TimeLimit(steps=3)": "max_episode_steps",
+    "--wrappers gymnasium.wrappers:TimeLimit(3)": "(KEY=VALUE, ...)",
+    "--wrappers gymnasium.wrappers:TimeLimit(max_episode_steps=3": "(KEY=VALUE, ...)",
+    "--policy no_such_module:Policy": "no_such_module",
+    "--policy ver_ppo:NoSuch": "NoSuch",
+    "--policy ver_ppo:Policy(layers=3)": "Policy(spec, options)",
+    "--camera rgb": "--env-kwargs camera=",
+    "--image-size=32": "--env-kwargs image_size=",
+    "--simulator builtin": "--env-kwargs simulator=",
+    "--habitat-overrides a=b": "--env-kwargs",
+    "--check-habitat": "python -m notebooks.environments.habitat",
+    "--sim-latency 20": "Latency(mean_ms=20",
+    "--sim_latency_spread 1": "Latency(mean_ms=20",
+    "--action-delay": "wrappers:ActionDelay",
+    "--controller FILE": "--policy notebooks.extensions.controller:NeuralController --init-from FILE",
+    "--population runs/p": "python -m notebooks.extensions.population",
+    "--member 3": "python -m notebooks.extensions.population",
+    "--no-recurrent": "--lstm-layers 0",
+    "--reset-critic": "--reset critic",
     "--trace /nowhere/trace.json": "/nowhere/trace.json",
     "--runs-dir /dev/null/runs": "/dev/null/runs",
 }
@@ -294,7 +392,7 @@ def test_the_device_is_chosen_once(monkeypatch):
     assert found == ["cuda:3"]
 
 
-@pytest.mark.parametrize("line, word", [("--camera lidar", "depth"), ("--num-envs four", "int"), ("--speed 3", "--speed")])
+@pytest.mark.parametrize("line, word", [("--sampler lidar", "nover"), ("--num-envs four", "int"), ("--speed 3", "--speed")])
 def test_what_the_parser_refuses(tmp_path, capsys, line, word):
     """Values of another kind and unknown options: exit status 2, and what is accepted."""
     with pytest.raises(SystemExit, match="2"):

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from virtual_clock import VirtualWorkers, assert_nothing_is_lost, build, collect, taken
+from notebooks.extensions.virtual_clock import VirtualWorkers, assert_nothing_is_lost, build, collect, taken
 
 import ver_ppo
 
@@ -90,6 +90,11 @@ def test_trajectories(seed):
         assert seconds[e, :count].sum() <= workers.now + 1e-6 <= seconds[e, : count + 2 * num_steps].sum() + 2e-6
 
 
+def latency(mean_ms, spread):
+    """The wrapper that emulates this much simulator time."""
+    return (f"notebooks.extensions.wrappers:Latency(mean_ms={mean_ms}, spread={spread})",)
+
+
 MODES = {
     "ver": {},
     "nover": {"sampler": "nover"},
@@ -125,7 +130,7 @@ def test_every_mode_loses_nothing(mode):
     the value that the policy of the recorded version gives (weights are published whole, and in time)."""
     num_envs, num_steps, policies, lags = 5, 16, {}, []
     expected = [None] * num_envs  # the next observation of each environment
-    with collecting(num_envs=num_envs, num_steps=num_steps, sim_latency=1.0, **MODES[mode]) as (policy, source):
+    with collecting(num_envs=num_envs, num_steps=num_steps, wrappers=latency(1, 0.8), **MODES[mode]) as (policy, source):
         for version in range(5, 17):
             rollout = next(source)
             ver_ppo.check_rollout(rollout, version, 8 if "async" in mode else "overlap" in mode)
@@ -180,9 +185,10 @@ def test_trace(tmp_path, mode):
     one worker do not overlap; inference and learning do with --overlap and async only."""
     path = tmp_path / "trace.json"
     args = "--env-id tests.envs:Count-v0 --num-envs 4 --num-steps 32 --total-timesteps 640 --num-workers 2 --hidden-size 16"
-    args += " --eval-episodes 0 --learner-threads 1 --sim-latency 1 --sim-latency-spread 0 --update-epochs 20"
+    args += " --eval-episodes 0 --learner-threads 1 --update-epochs 20"
     args += {"ver": "", "overlap": " --overlap", "async": " --sampler async"}[mode]
-    assert ver_ppo.main([*args.split(), "--runs-dir", str(tmp_path), "--trace", str(path)]) == 0
+    args = [*args.split(), "--wrappers", *latency(1, 0), "--runs-dir", str(tmp_path)]
+    assert ver_ppo.main([*args, "--trace", str(path)]) == 0
     lanes = {}
     for event in json.loads(path.read_text()):
         assert event["ph"] == "X"
@@ -203,7 +209,7 @@ def test_double_buffering():
     two, it steps one environment while the other's action is being computed, and idles much less."""
     idle = {}
     for num_envs in (1, 2):
-        options = {"num_envs": num_envs, "num_steps": 30, "num_workers": 1, "sim_latency": 10.0, "sim_latency_spread": 0.0}
+        options = {"num_envs": num_envs, "num_steps": 30, "num_workers": 1, "wrappers": latency(10, 0)}
         with collecting(**options) as (policy, source):
             step = policy.step
             policy.step = lambda *args: (time.sleep(0.006), step(*args))[1]

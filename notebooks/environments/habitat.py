@@ -1,0 +1,262 @@
+"""The tasks of habitat-lab as Gymnasium environments, where habitat-sim and habitat-lab are there.
+
+    python -m notebooks.environments.habitat [KEY=VALUE ...]   says what is missing, or steps a task
+    python ver_ppo.py --env-id habitat --env-kwargs config=CONFIG habitat.seed=3
+
+CONFIG is one of habitat-lab's configurations, `benchmark/nav/objectnav/objectnav_mp3d.yaml` say, or
+the path of a YAML file. Keys with a dot override what it holds. Without CONFIG, the task is the
+PointNav that habitat-lab is tested with. Importing this file registers `Habitat-v0`.
+"""
+
+import functools
+import math
+import os
+import sys
+import time
+
+import gymnasium as gym
+import numpy as np
+
+POINTNAV = "benchmark/nav/pointnav/pointnav_habitat_test.yaml"
+GOAL_SPACE = gym.spaces.Box(-np.inf, np.inf, (3,), np.float32)  # distance in m, cos, sin of bearing
+POLAR = ("pointgoal_with_gps_compass", "pointgoal")  # observations [distance in m, angle]
+SCENE_EPISODES = 50  # of training in a scene before the next one: loading a scene takes seconds
+
+CONDA = "conda install habitat-sim withbullet headless -c conda-forge -c aihabitat-nightly"
+INSTALL = f"{CONDA}; pip install habitat-lab"
+DATA_SETS = "habitat_test_pointnav_dataset habitat_test_scenes"
+DOWNLOAD = f"python -m habitat_sim.utils.datasets_download --uids {DATA_SETS}"
+ELSEWHERE = "--env-kwargs habitat.dataset.data_path=... habitat.dataset.scenes_dir=..."
+
+# ----------------------------------------------------------------------------------- Configuration
+
+
+def override_lines(overrides):
+    """Keys and values as habitat-lab's configuration (Hydra) takes them. Raises ValueError for a
+    key without a dot.
+
+    >>> override_lines({"habitat.seed": 3, "~habitat.task.sensors": None})
+    ['habitat.seed=3', '~habitat.task.sensors']
+    """
+    lines = []
+    for key, value in overrides.items():
+        if "." not in key:
+            example = "habitat.environment.max_episode_steps=300"
+            raise ValueError(f"{key} is no argument, and no key of a configuration as {example}")
+        text = str(value)
+        if "{" in text:  # habitat-lab's {split} in a path: Hydra reads braces only in quotes
+            text = "'" + text.strip("'\"") + "'"
+        lines.append(key if key.startswith("~") else f"{key}={text}")  # ~ takes a key away
+    return lines
+
+
+def load_config(config, lines):
+    """habitat-lab's configuration with these overrides. Raises ImportError without habitat-lab, and
+    whatever its parser raises."""
+    for name in ("MAGNUM_LOG", "HABITAT_SIM_LOG"):  # a page for each simulator otherwise
+        os.environ.setdefault(name, "quiet")
+    import habitat
+
+    habitat.logger.setLevel("WARNING")
+    return habitat.get_config(config, lines)
+
+
+@functools.lru_cache
+def require_habitat(config, lines):
+    """Raise ImportError, ValueError or FileNotFoundError if the packages, the configuration or its
+    data are missing: one line, with the way out. `lines`: a tuple of overrides."""
+    try:
+        import habitat_sim  # noqa: F401
+
+        splits = [f"habitat.dataset.split={split}" for split in ("train", "val")]
+        data = [load_config(config, [split, *lines]).habitat.dataset for split in splits]
+    except ImportError as error:
+        raise ImportError(f"{error.name} cannot be imported ({error}): {INSTALL}") from None
+    except Exception as error:  # a file or a key is missing, the syntax is wrong: many types
+        reason = " ".join(str(error).split())[:200]
+        where = f"look at {config} and the keys with a dot in --env-kwargs"
+        raise ValueError(f"its configuration cannot be loaded ({reason}): {where}") from None
+    paths = [part.data_path.format(split=part.split) for part in data]
+    for path in (*paths, data[0].scenes_dir):
+        if not os.path.exists(path):
+            raise FileNotFoundError(f"data set {path} is missing: {DOWNLOAD}; or {ELSEWHERE}")
+
+
+def own_lines(options, split, number):
+    """What a run's options say of environment `number`: the split, its seed, the GPU that draws,
+    and how episodes are chosen. Validation plays its episodes in order."""
+    trains = split == "train"
+    seed = np.random.SeedSequence([int(not trains), options.seed if options else 0, number])
+    device = options.device if options else "cpu"
+    gpu = device.removeprefix("cuda:") if device.startswith("cuda:") else -1
+    iterator = "habitat.environment.iterator_options"
+    return [
+        f"habitat.dataset.split={split}",
+        f"habitat.simulator.habitat_sim_v0.gpu_device_id={gpu}",
+        f"habitat.seed={seed.generate_state(1)[0]}",
+        f"{iterator}.shuffle={trains}",
+        f"{iterator}.max_scene_repeat_episodes={SCENE_EPISODES if trains else -1}",
+    ]
+
+
+# ------------------------------------------------------------------------------------- Environment
+
+
+def to_gymnasium_space(space):
+    """A space of the old gym as Gymnasium's; one whole number in a Box (an object's category) as
+    Discrete, a polar goal as `goal`."""
+    if hasattr(space, "spaces"):
+        parts = {}
+        for key, part in space.spaces.items():
+            if key in POLAR:
+                parts["goal"] = GOAL_SPACE
+            else:
+                parts[key] = to_gymnasium_space(part)
+        return gym.spaces.Dict(parts)
+    if hasattr(space, "n"):
+        return gym.spaces.Discrete(int(space.n))
+    if space.shape == (1,) and np.issubdtype(space.dtype, np.integer):
+        low = int(space.low[0])
+        high = int(space.high[0])
+        return gym.spaces.Discrete(high - low + 1, start=low)
+    return gym.spaces.Box(space.low, space.high, space.shape, space.dtype)
+
+
+def scalars(measures, prefix=""):
+    """The numbers in nested measures, flat.
+
+    >>> scalars({"collisions": {"count": 3}, "map": "not a number"})
+    {'collisions/count': 3.0}
+    """
+    found = {}
+    for key, value in measures.items():
+        if isinstance(value, dict):
+            found |= scalars(value, f"{prefix}{key}/")
+        elif isinstance(value, (int, float, np.number)):
+            found[f"{prefix}{key}"] = float(value)
+    return found
+
+
+class HabitatEnv(gym.Env):
+    """A habitat-lab task as a Gymnasium environment; written for habitat-lab 0.3, whose
+    environments have the old gym's interface, with four results.
+
+    A polar goal becomes `goal` = [distance, cos, sin], as in PointNav. Reaching the step limit
+    truncates an episode, whatever else ends it terminates it. Every scalar that the task measures
+    is a metric. `options` (a run's) give the GPU, the seed and the number of environments, which
+    share out the validation episodes. Raises ImportError, ValueError or FileNotFoundError, with the
+    way out, if something is missing.
+    """
+
+    render_mode = "rgb_array"
+
+    def __init__(
+        self,
+        config=POINTNAV,
+        options=None,
+        split="train",
+        number=0,
+        render_mode=None,
+        **overrides,
+    ):
+        lines = override_lines(overrides)
+        require_habitat(config, tuple(lines))
+        if options and options.num_workers == 0 and options.num_envs > 1:
+            reason = "several simulators of Habitat in one process would end it"
+            raise ValueError(f"--num-workers 0: {reason}: give at least 1")
+        import habitat
+        from habitat.gym import make_gym_from_config
+
+        task = load_config(config, [*own_lines(options, split, number), *lines]).habitat
+        dataset = habitat.make_dataset(task.dataset.type, config=task.dataset)
+        if split == "val":  # environments share the episodes out
+            count = len(dataset.episodes)
+            share = slice(number % count, None, options.num_envs if options else 1)
+            dataset.episodes = dataset.episodes[share]
+        self.gym_env = make_gym_from_config(task, dataset)
+        self.habitat_env = self.gym_env.unwrapped.habitat_env
+        self.action_space = to_gymnasium_space(self.gym_env.action_space)
+        self.observation_space = to_gymnasium_space(self.gym_env.observation_space)
+
+    @property
+    def metadata(self):
+        """The metrics' names: known once there is an episode."""
+        if not scalars(self.habitat_env.get_metrics()):
+            self.gym_env.reset()
+        metrics = tuple(scalars(self.habitat_env.get_metrics()))
+        return {"render_modes": ["rgb_array"], "metrics": metrics}
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.gym_env.seed(int(self.np_random.integers(2**31)))
+        return self.convert(self.gym_env.reset()), {}
+
+    def step(self, action):
+        observation, reward, done, info = self.gym_env.step(action)
+        past_limit = self.habitat_env._elapsed_steps >= self.habitat_env._max_episode_steps
+        truncated = done and past_limit and self.habitat_env.task.is_episode_active
+        terminated = done and not truncated
+        return self.convert(observation), float(reward), terminated, truncated, scalars(info)
+
+    def convert(self, observation):
+        """An observation as the observation space says."""
+        converted = {}
+        for key, value in observation.items():
+            if key in POLAR:
+                distance, angle = value
+                goal_3 = [distance, math.cos(-angle), math.sin(-angle)]
+                converted["goal"] = np.array(goal_3, np.float32)
+            elif isinstance(self.observation_space[key], gym.spaces.Discrete):
+                converted[key] = int(value[0])
+            else:
+                converted[key] = value
+        return converted
+
+    def render(self):
+        return self.gym_env.render("rgb_array")
+
+    def close(self):
+        self.gym_env.close()
+
+
+# ------------------------------------------------------------------------------------------- Check
+
+
+def main(argv=None):
+    """Say what Habitat needs and what is missing; make one environment and step it. Arguments are
+    HabitatEnv's, as KEY=VALUE. Returns the exit status."""
+    words = sys.argv[1:] if argv is None else argv
+    try:
+        arguments = dict(word.split("=", 1) for word in words)
+    except ValueError:
+        print("habitat.py: arguments must be KEY=VALUE, such as config=FILE", file=sys.stderr)
+        return 2
+    config = arguments.pop("config", POINTNAV)
+    try:
+        require_habitat(config, tuple(override_lines(arguments)))
+    except (ImportError, ValueError, FileNotFoundError) as error:
+        print(f"MISSING: {error}")
+        return 1
+    try:
+        began = time.perf_counter()
+        env = HabitatEnv(config, **arguments)
+        env.reset(seed=0)
+        for _ in range(100):
+            *_, terminated, truncated, _ = env.step(env.action_space.sample())
+            if terminated or truncated:
+                env.reset(seed=0)
+        rate = 100 / (time.perf_counter() - began)
+    except Exception as error:  # whatever packages and drivers raise
+        software = "without a GPU: EGL_PLATFORM=surfaceless and Mesa's libEGL"
+        print(f"FAILED: {error}; see above; {software}")
+        return 1
+    spaces = f"observations {list(env.observation_space)}, {env.action_space}"
+    print(f"ok: {rate:.0f} steps/s; {spaces}, measures {list(env.metadata['metrics'])}")
+    env.close()
+    return 0
+
+
+gym.register("Habitat-v0", HabitatEnv, kwargs={"options": None, "split": "train", "number": 0})
+
+if __name__ == "__main__":
+    sys.exit(main())

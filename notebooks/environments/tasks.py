@@ -1,0 +1,75 @@
+"""The two tasks that DD-PPO's agents were transferred to (section 6), in PointNav's simulators.
+
+    python ver_ppo.py --env-id notebooks.environments.tasks:Flee-v0 --init-from FILE --reset critic
+
+Flee-v0: get as far away from the start as possible. Explore-v0: visit as many places as possible.
+FILE is the checkpoint of a `pointnav` run with the same --encoder, camera and image_size; these are
+arguments as of PointNav. Importing this file registers both.
+"""
+
+import gymnasium as gym
+import numpy as np
+
+from notebooks.environments import pointnav
+from notebooks.environments.habitat import HabitatEnv
+
+
+class TransferTask(gym.Wrapper):
+    """One of the two tasks. `score` is what an episode is measured by: metres of geodesic distance
+    from its start, or square metres visited; the reward is its increase. A stop ends the episode.
+
+    Spaces are those of PointNav, so that its policies fit, and the goal says nothing, as in the
+    paper. The arguments other than `metric` are PointNav's.
+    """
+
+    def __init__(self, metric, **arguments):
+        super().__init__(pointnav.make(**arguments))
+        self.metric = metric
+        self.metadata = {"render_modes": ["rgb_array"], "metrics": (metric,)}
+        in_habitat = isinstance(self.unwrapped, HabitatEnv)
+        self.habitat = self.unwrapped.habitat_env.sim if in_habitat else None
+
+    def reset(self, **arguments):
+        observation, info = self.env.reset(**arguments)
+        self.start = self.position
+        self.places = set()
+        self.score = 0.0
+        if not self.habitat:
+            self.unwrapped.aim(self.start)  # its geodesic distance is now the one to the start
+        self.measure()
+        return self.without_goal(observation), info
+
+    def step(self, action):
+        observation, _, terminated, truncated, _ = self.env.step(action)
+        before = self.score
+        self.measure()
+        reward = self.score - before
+        info = {self.metric: self.score}
+        return self.without_goal(observation), reward, terminated, truncated, info
+
+    @property
+    def position(self):
+        """Of the agent in m: x and y, in Habitat x, height and z."""
+        if self.habitat:
+            return np.array(self.habitat.get_agent_state().position)
+        return self.unwrapped.position
+
+    def measure(self):
+        """Update the score."""
+        if self.metric == "places_visited":
+            square = np.floor(self.position[[0, -1]]).astype(int)  # without the height
+            self.places.add(tuple(square))
+            self.score = float(len(self.places))
+        elif self.habitat:
+            self.score = float(self.habitat.geodesic_distance(self.position, self.start))
+        else:
+            self.score = float(self.unwrapped.geodesic)
+
+    def without_goal(self, observation):
+        """The same observation with a goal that says nothing."""
+        return observation | {"goal": np.array([1, 1, 0], np.float32)}
+
+
+for name, metric in (("Flee", "distance_from_start"), ("Explore", "places_visited")):
+    kwargs = {"metric": metric, "options": None, "split": "train", "number": 0}
+    gym.register(f"{name}-v0", f"{__name__}:TransferTask", kwargs=kwargs)

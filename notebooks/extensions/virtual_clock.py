@@ -1,0 +1,169 @@
+"""Environment workers under a virtual clock: the shipped collection code runs on them without
+processes and without time."""
+
+import heapq
+
+import numpy as np
+import torch
+from gymnasium import spaces
+
+import ver_ppo
+
+OBSERVATION = {"obs": spaces.Box(-np.inf, np.inf, (4,), np.float32)}
+SPEC = ver_ppo.EnvSpec(OBSERVATION, spaces.Discrete(3), ())
+
+
+class VirtualWorkers:
+    """Same interface as ver_ppo.Workers. `duration(e, step)` says how long each step of environment
+    e takes (step -1: its start), `ending(e, step)` how it ends: "terminated", "truncated" or None.
+    Rewards and observations tell which step of which environment they are."""
+
+    def __init__(
+        self,
+        num_envs,
+        duration,
+        ending=lambda e, step: None,
+        inference_sec=0.0,
+        start_sec=lambda e: 0.0,
+    ):
+        self.io = ver_ppo.EnvIO(SPEC, num_envs)
+        self.duration = duration
+        self.ending = ending
+        self.inference_sec = inference_sec
+        self.now = 0.0
+        self.steps_N = [-1] * num_envs  # number of the next step of each environment
+        self.received = []
+        self.spans = []  # of all steps: environment, begin, seconds
+        self.events = []  # a heap of answers to come: when, of which environment
+        for e in range(num_envs):
+            heapq.heappush(self.events, (start_sec(e), e))
+
+    def send(self, env_B):
+        self.now += self.inference_sec
+        for e in env_B.tolist():
+            took = self.duration(e, self.steps_N[e])
+            self.spans.append((e, self.now, took))
+            heapq.heappush(self.events, (self.now + took, e))
+
+    def receive(self, timeout_sec):
+        if timeout_sec > 0 and self.events:
+            self.now = max(self.now, self.events[0][0])
+        answered = []
+        while self.events and self.events[0][0] <= self.now + 1e-9:
+            _, e = heapq.heappop(self.events)
+            answered.append(e)
+            self.answer(e)
+        self.received += answered
+        return answered
+
+    def answer(self, e):
+        io = self.io
+        step = self.steps_N[e]
+        ending = self.ending(e, step) if step >= 0 else None
+        io.reward[e] = reward_of(e, step)
+        io.step_sec[e] = self.duration(e, step)
+        io.terminated[e] = ending == "terminated"
+        io.truncated[e] = ending == "truncated"
+        io.first[e] = step < 0 or ending is not None
+        io.final_obs["obs"][e] = observation_of(e, step + 1, final=True)
+        io.obs["obs"][e] = observation_of(e, step + 1)
+        self.steps_N[e] = step + 1
+
+
+def reward_of(e, step):
+    """The reward of an environment's step: tells both."""
+    return e + step / 1000
+
+
+def observation_of(e, step, final=False):
+    """The observation before an environment's step (or the one that the reset replaced)."""
+    return np.array([e / 10, np.sin(step), np.cos(step / 7), float(final)])
+
+
+class Zeros:
+    """A distribution of B actions that are 0."""
+
+    def __init__(self, count):
+        self.count = count
+
+    def sample(self):
+        return torch.zeros(self.count, 1, dtype=torch.int64)
+
+    def log_prob(self, action_BA):
+        return torch.zeros(self.count)
+
+
+class IdlePolicy(ver_ppo.Policy):
+    """Always the same action, and nothing to compute: where only the clock matters, collecting is
+    three times as fast."""
+
+    def step(self, obs, prev_action_BA, first_B, state_B):
+        return Zeros(len(first_B)), torch.zeros(len(first_B)), state_B
+
+
+def build(workers, num_envs, num_steps, policy_class=ver_ppo.Policy, **options):
+    """Policy, rollout and collector of the shipped code on virtual workers."""
+    sizes = {"num_envs": num_envs, "num_steps": num_steps, "num_workers": 0, "hidden_size": 8}
+    options = ver_ppo.Options(**sizes, **options)
+    policy = policy_class(SPEC, options)
+    torch.nn.init.normal_(policy.actor.weight)
+    size = (options.rollout_steps, num_envs, policy.state_shape)
+    rollout = ver_ppo.Rollout(SPEC, *size, torch.device("cpu"))
+    c = ver_ppo.Collector(workers, workers.io, policy, SPEC, options)
+    c.trajectories = ver_ppo.Trajectories(SPEC, policy, options)
+    return policy, rollout, c
+
+
+def collect(policy, rollout, c):
+    """One rollout, by whichever sampler."""
+    if c.options.sampler == "async":
+        c.trajectories.collect(lambda: policy, rollout, c)
+    else:
+        ver_ppo.collect_rollout(policy, rollout, c)
+
+
+def taken(rollout):
+    """What tells a rollout's steps, copied: environment, observation, reward, first and last of an
+    episode."""
+    new = slice(int(rollout.size))
+    obs = rollout.obs["obs"].numpy()
+    columns = (rollout.env, obs, rollout.reward, rollout.first, rollout.done)
+    return [column[new].copy() for column in columns]
+
+
+def assert_nothing_is_lost(c, rollouts):
+    """Each environment's steps came once and in order, with what it had answered, and none waits
+    for something that will never come. `rollouts`: what was `taken` of each."""
+    env, obs, reward, first, done = (np.concatenate(parts) for parts in zip(*rollouts))
+    coming = [e for _, e in c.workers.events]
+    assert sorted([*c.idle, *c.answered, *coming]) == list(range(len(c.in_flight_N)))
+    for e in np.unique(env):
+        mine = env == e
+        steps = range(mine.sum())
+        endings = np.array([str(c.workers.ending(e, step)) for step in steps])
+        expected = [observation_of(e, step) for step in steps]
+        np.testing.assert_allclose(obs[mine], expected, atol=1e-6)
+        assert (done[mine] == (endings != "None")).all()
+        assert first[mine].tolist() == [True, *done[mine][:-1]]
+        exact = endings != "truncated"  # the others have the final observation's value too
+        expected = reward_of(e, np.arange(len(steps)))
+        np.testing.assert_allclose(reward[mine][exact], expected[exact], rtol=1e-6)
+
+
+def run(sampler, duration, num_envs, num_steps, updates, inference_sec=0.0, learning_sec=0.0):
+    """Collect `updates` rollouts with a sampler, and learn from each for `learning_sec`. Returns
+    the number of steps that were learned from, the seconds that it took, and what happened when:
+    the steps (environment, begin, seconds) and the learning (begin, seconds)."""
+    workers = VirtualWorkers(num_envs, duration, inference_sec=inference_sec)
+    policy, rollout, c = build(workers, num_envs, num_steps, IdlePolicy, sampler=sampler)
+    phases = []
+    learned_at = 0.0
+    for c.version in range(updates):
+        collect(policy, rollout, c)
+        if sampler == "async":  # collecting goes on as soon as the learner has taken the rollout
+            workers.now = max(workers.now, learned_at)
+        phases.append((workers.now, learning_sec))
+        learned_at = workers.now + learning_sec
+        if sampler != "async":
+            workers.now = learned_at
+    return updates * rollout.steps, learned_at, workers.spans, phases

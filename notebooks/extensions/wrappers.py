@@ -1,0 +1,86 @@
+"""Wrappers for --wrappers: emulated simulator time, and actions that arrive one step late.
+
+    python ver_ppo.py --wrappers "notebooks.extensions.wrappers:Latency(mean_ms=20, spread=0.8)"
+    python ver_ppo.py --wrappers notebooks.extensions.wrappers:ActionDelay
+
+Like Gymnasium's own, both record their arguments, so that `gymnasium.make(env.spec)` makes a
+wrapped environment anew.
+"""
+
+import math
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import gymnasium as gym
+import numpy as np
+from gymnasium.utils import RecordConstructorArgs
+
+
+class Latency(gym.Wrapper, RecordConstructorArgs):
+    """Every step sleeps for a log-normal time, as if a GPU or a server did the work: `mean_ms`
+    milliseconds on average, `spread` is the sigma. The seed of a reset decides how long the steps
+    of its episode take. Raises ValueError for negative or infinite times."""
+
+    def __init__(self, env, mean_ms=20.0, spread=0.8):
+        RecordConstructorArgs.__init__(self, mean_ms=mean_ms, spread=spread)
+        gym.Wrapper.__init__(self, env)
+        for name, value in (("mean_ms", mean_ms), ("spread", spread)):
+            if not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+                raise ValueError(f"{name}={value}: must be a number, 0 or more")
+        self.mean_sec = mean_ms / 1000
+        self.sigma = spread
+        self.rng = np.random.default_rng()
+
+    def reset(self, *, seed=None, options=None):
+        if seed is not None:
+            self.rng = np.random.default_rng([seed, 1])  # not the environment's own numbers
+        return self.env.reset(seed=seed, options=options)
+
+    def step(self, action):
+        time.sleep(self.mean_sec * self.rng.lognormal(-(self.sigma**2) / 2, self.sigma))
+        return self.env.step(action)
+
+
+class ActionDelay(gym.Wrapper, RecordConstructorArgs):
+    """An action is answered by what the one before did, so that the environment acts while the
+    policy computes the next one (VER section 4). The first step of an episode shows the first
+    observation again; its last action is never carried out.
+
+    An OpenGL context belongs to the thread that made it. So the environment is closed, and made
+    anew from its spec in a thread that does everything with it. Raises ValueError if that cannot
+    be done: put wrappers that do not record their arguments outside of this one.
+    """
+
+    def __init__(self, env):
+        RecordConstructorArgs.__init__(self)
+        spec = env.spec
+        env.close()
+        if spec is None:
+            raise ValueError("ActionDelay needs an environment that gymnasium.make has made")
+        self.thread = ThreadPoolExecutor(max_workers=1)
+        try:
+            made = self.thread.submit(gym.make, spec).result()
+        except Exception as error:  # whatever the environment's own code raises
+            self.thread.shutdown()
+            raise ValueError(f"ActionDelay cannot make the environment anew: {error}") from error
+        gym.Wrapper.__init__(self, made)
+
+    def reset(self, **arguments):
+        first, info = self.thread.submit(self.env.reset, **arguments).result()
+        self.ahead = self.thread.submit(lambda: (first, 0.0, False, False, info))
+        return first, info
+
+    def step(self, action):
+        answer = self.ahead.result()
+        _, _, terminated, truncated, _ = answer
+        if not (terminated or truncated):
+            self.ahead = self.thread.submit(self.env.step, action)
+        return answer
+
+    def render(self):
+        """The picture after all actions so far, also the one that is not answered yet."""
+        return self.thread.submit(self.env.render).result()
+
+    def close(self):
+        self.thread.submit(self.env.close).result()
+        self.thread.shutdown()
