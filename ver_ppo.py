@@ -34,7 +34,7 @@ where episodes begin, segments become *sequences*.
 
 Shapes, at least the first dimensions, stand in the names: N environments, S steps of a rollout,
 Q sequences, M steps of a mini-batch, B any batch (env_B: the numbers of B environments), H hidden
-units, F features, A dimensions of an action. log_prob_B is B numbers, action_BA is B x A.
+units, L layers, F features, A dimensions of an action. action_BA is B x A, log_prob_B B numbers.
 
 The file down to "End of the lesson" is VER, in the order in which a step travels. Each section
 below it adds something that a real run needs, can be read alone, and says by which name the lesson
@@ -114,7 +114,7 @@ class Options:
     learning_rate: float = 1e-3  # at the start; decays to 0 along a cosine
     gamma: float = 0.99  # discount factor
     gae_lambda: float = 0.95  # lambda of generalized advantage estimation
-    num_minibatches: int = 2  # mini-batches per epoch, all of one size: must divide T x N
+    num_minibatches: int = 2  # mini-batches per epoch, equally large: must divide T x N
     update_epochs: int = 2  # passes over each rollout
     clip_coef: float = 0.2  # PPO's clipping range of the probability ratio
     norm_adv: bool = False  # normalize advantages (DD-PPO: unstable; short control tasks want it)
@@ -147,7 +147,7 @@ class Options:
     checkpoint_interval: int = 200_000  # steps between checkpoints (the last is always written)
     resume: str | None = None  # run folder to continue, with its options, except those given here
     env_timeout: float = 300.0  # seconds a step may take; then its worker is started again
-    max_worker_restarts: int = 10  # an hour, because environments raised, hung or died
+    max_worker_restarts: int = 10  # per hour, after environments that raised, hung or died
     trace: str | None = None  # file for the run's timeline: open it in ui.perfetto.dev
     debug: bool = False  # check every invariant of every rollout
 
@@ -221,7 +221,9 @@ class FeedForward(nn.Linear):
 class Policy(nn.Module):
     """Encoders, embedding of the previous action, core, action head and value head (VER section 4).
 
-    For another core, override `make_core`; `step` and `sequences` are all that the trainer calls.
+    Another policy needs what the trainer uses: `step`, `sequences`, `state_shape`, `log_ent_coef`
+    and `encoders`. For another core alone, override `make_core`. Of `spec` (`EnvSpec`, below),
+    `choices` are the numbers of choices of each action dimension, none if actions are continuous.
     """
 
     def __init__(self, spec, options):
@@ -230,7 +232,7 @@ class Policy(nn.Module):
         self.bf16 = options.bf16
         self.encoders = build_encoders(spec, options)
         features = sum(encoder.out_features for encoder in self.encoders.values())
-        if self.choices:  # one table: each dimension's part begins with its start token
+        if self.choices:  # one table; choices 2, 3: rows start, 0, 1, start, 0, 1, 2
             parts = [1 + n for n in self.choices]
             offset_A = torch.tensor([0, *np.cumsum(parts)[:-1]])
             self.register_buffer("token_offset_A", offset_A, persistent=False)
@@ -246,8 +248,7 @@ class Policy(nn.Module):
         self.actor = orthogonal(nn.Linear(options.hidden_size, outputs), 0.01)
         self.critic = orthogonal(nn.Linear(options.hidden_size, 1), 1.0)
         log_ent_coef = torch.tensor(math.log(max(options.ent_coef, 1e-30)))
-        learns = options.target_entropy is not None
-        self.log_ent_coef = nn.Parameter(log_ent_coef, requires_grad=learns)
+        self.log_ent_coef = nn.Parameter(log_ent_coef, options.target_entropy is not None)
         self.cpc = ContrastivePrediction(features, options.hidden_size) if options.cpc else None
 
     def make_core(self, in_features, options):
@@ -267,8 +268,7 @@ class Policy(nn.Module):
         """All that does not depend on memory -> B x in_features of the core. Where `first_B`, the
         previous action is unknown."""
         with torch.autocast(first_B.device.type, torch.bfloat16, enabled=self.bf16):
-            features = [encoder(obs) for encoder in self.encoders.values()]
-        features = [part.float() for part in features]
+            features = [encoder(obs).float() for encoder in self.encoders.values()]
         return torch.cat([*features, self.embed(prev_action_BA, first_B)], dim=1)
 
     def heads(self, core_BH):
@@ -313,7 +313,7 @@ class Shared:
     """A table in memory that processes share: a numpy array of records, one for each row.
 
     Its columns are attributes: `table.reward` is the field `reward` of all rows. Pickling hands on
-    the memory itself; it would copy numpy arrays, so each process makes its own views.
+    the memory itself, but would copy numpy arrays: so each process makes its own views.
     """
 
     def __init__(self, count, columns):
@@ -349,7 +349,7 @@ class EnvIO(Shared):
         obs = np.dtype(spec.obs_fields, align=True)
         columns = [
             ("obs", obs),
-            ("final_obs", obs),  # the last one of a truncated episode: the reset replaces it
+            ("final_obs", obs),  # the last one of an episode: the reset replaces it
             ("action", spec.action_dtype, (spec.action_dims,)),  # the one that was sent last
             ("first", bool),  # `obs` begins an episode
             ("reward", np.float32),
@@ -357,7 +357,7 @@ class EnvIO(Shared):
             ("truncated", bool),
             ("episode", int),  # number of the episode that `obs` belongs to
             ("episode_stats", float, (len(spec.episode_columns),)),  # of the last whole episode
-            ("began_at", float),  # when the last step began (time.perf_counter) ...
+            ("began_at", float),  # when the environment began its last step (perf_counter) ...
             ("step_sec", float),  # ... and how long it took, a reset included
         ]
         super().__init__(num_envs, columns)
@@ -380,9 +380,10 @@ class Rollout(Shared):
         self.state = torch.zeros(steps, *state_shape, device=device)  # before the step
         if shared:
             share_memory([*self.obs.values(), self.state])
-        self.size = 0  # steps that were collected for this rollout, the first ones of the table
-        self.learned = 0  # steps to learn from: these, and what was added (ver_multigpu.py)
-        self.bootstrap = np.zeros(num_envs, np.float32)  # of each segment: value after its end
+        self.size = 0  # steps that are collected: the first ones of the table
+        self.learned = 0  # steps to learn from: these; or all, once `fill_up` (ver_multigpu.py)
+        # value after the end of each segment (there are N, of async's trajectories, too)
+        self.bootstrap = np.zeros(num_envs, np.float32)
         self.clock = (0.0, 0.0, 0.0)  # when collecting began and ended, seconds that it waited
         action = spec.action_dtype, (spec.action_dims,)
         columns = [
@@ -394,7 +395,7 @@ class Rollout(Shared):
             ("action", *action),
             ("log_prob", np.float32),
             ("value", np.float32),
-            ("asked_at", float),  # when its inference began (time.perf_counter) ...
+            ("inference_at", float),  # when its inference began (time.perf_counter) ...
             ("sent_at", float),  # ... and its action was sent
             ("reward", np.float32),  # with gamma * V(final observation), if it was truncated
             ("done", bool),  # last step of an episode
@@ -452,7 +453,8 @@ class Environment:
 
     def start(self):
         """Make the environment. If a step is in flight (asked of an earlier process that is gone),
-        this answer completes it: truncated at the last observation, reward 0."""
+        this answer completes it: truncated at the last observation, reward 0. Else, as in the very
+        beginning, the observation alone is looked at."""
         io = self.io
         e = self.number
         self.env = make_env(self.options, self.split, e)
@@ -469,6 +471,7 @@ class Environment:
         """Begin the next episode, from a seed of its own."""
         self.io.episode[self.number] += 1
         episode = self.io.episode[self.number]
+        # the first number is 0 or 1; others (SEED_OF_LEARNER ...) are for other generators
         seed = derive_seed(self.split == "val", self.options.seed, self.number, episode)
         observation, _ = self.env.reset(seed=seed)
         self.length = 0
@@ -529,8 +532,7 @@ def env_worker(inbox, outbox, environments):
         for e in asked:
             environments[e].answer()
             answered.append(e)
-            late = time.perf_counter() - since > 0.002
-            if late or e == asked[-1]:  # several cheap answers by one write
+            if e == asked[-1] or time.perf_counter() - since > 0.002:  # cheap answers: one write
                 send_numbers(outbox, answered)
                 answered = []
                 since = time.perf_counter()
@@ -547,25 +549,25 @@ class Workers:
         self.environments = environments
         self.num_workers = count_workers(environments[0].options, environments[0].spec)
         self.context = process_context()
-        self.sent_at_N = np.zeros(len(environments))  # when each was asked; 0: it has answered
+        # when each was asked to answer (time.monotonic); 0: it has answered
+        self.asked_at_N = np.zeros(len(environments))
         self.answers, self.outbox = self.context.Pipe(duplex=False)
         self.pipes = [self.context.Pipe(duplex=False) for _ in range(self.num_workers)]
         self.processes = [self.start(worker) for worker in range(self.num_workers)]
         self.send(np.arange(len(environments)))
 
     def start(self, worker, body=env_worker, *more):
-        """Start a worker's process: it has every W-th environment."""
-        mine = self.environments[worker :: self.num_workers]
-        by_number = {environment.number: environment for environment in mine}
+        """Start a worker's process: it has every W-th environment. (Another body: below.)"""
+        mine = {each.number: each for each in self.environments[worker :: self.num_workers]}
         inbox, _ = self.pipes[worker]
-        arguments = (inbox, self.outbox, by_number, *more)
+        arguments = (inbox, self.outbox, mine, *more)
         process = self.context.Process(target=body, args=arguments, daemon=True)
         process.start()
         return process
 
     def send(self, env_B):
         """Let these environments answer."""
-        self.sent_at_N[env_B] = time.monotonic()
+        self.asked_at_N[env_B] = time.monotonic()
         worker_B = env_B % self.num_workers
         for worker in set(worker_B.tolist()):
             _, command = self.pipes[worker]
@@ -575,7 +577,7 @@ class Workers:
         """Numbers of the environments that have answered; [] if none does within this time."""
         ready, _, _ = select.select([self.answers], [], [], timeout_sec)
         answered = read_numbers(self.answers) if ready else []
-        self.sent_at_N[answered] = 0.0
+        self.asked_at_N[answered] = 0.0
         return answered
 
     def close(self):
@@ -599,7 +601,9 @@ class Collector:
         self.workers = workers
         self.io = io
         self.options = options
-        self.enough = enough  # whether a rollout of so many steps ends early (unless told, never)
+        # whether a rollout of so many steps ends early: with many GPUs, when waiting for this
+        # process costs too much, or when the run must end; alone, never
+        self.enough = enough
         self.device = next(policy.parameters()).device
         # each environment's step in flight, and whether there is one
         self.pending = Rollout(spec, num_envs, num_envs, policy.state_shape, self.device)
@@ -608,7 +612,8 @@ class Collector:
         self.in_flight_N = np.zeros(num_envs, bool)
         self.answered = []  # environments that have answered and were not taken, in this order
         self.idle = np.arange(0)  # environments that were taken and got no action yet
-        self.state_N = torch.zeros(num_envs, *policy.state_shape, device=self.device)  # afterwards
+        # recurrent state after each environment's latest step
+        self.state_N = torch.zeros(num_envs, *policy.state_shape, device=self.device)
         self.steps_N = np.zeros(num_envs, int)  # that each has completed in this rollout
         # the most steps that an environment may give to a rollout
         self.quota = options.rollout_steps if options.sampler == "ver" else options.num_steps
@@ -617,19 +622,18 @@ class Collector:
         self.waited_sec = 0.0
 
 
-def await_answers(c, most):
+def await_answers(c, most, collected=0):
     """Dynamic batching (VER section 2.1): the environments that have answered, at least one, in
-    order of arrival. `sync` waits for all. Empty if the rollout must end first."""
-    needed = c.options.num_envs - len(c.idle) if c.options.sampler == "sync" else 1
+    order of arrival; `sync` waits for all. Empty if the rollout, of which so many steps are
+    collected, must end first."""
+    needed = c.options.num_envs if c.options.sampler == "sync" else 1
     began_at = time.perf_counter()
     c.answered += c.workers.receive(0)
-    while len(c.answered) < needed and not c.enough(c.steps_N.sum()):
+    while len(c.answered) < needed and not c.enough(collected):
         c.answered += c.workers.receive(0.05)
     c.waited_sec += time.perf_counter() - began_at
-    if len(c.answered) < needed:
-        return np.arange(0)
-    taken = min(most, c.options.max_requests)
-    env_B = np.array(c.answered[:taken])
+    taken = min(most, c.options.max_requests) if len(c.answered) >= needed else 0
+    env_B = np.array(c.answered[:taken], int)
     c.answered = c.answered[taken:]
     return env_B
 
@@ -640,7 +644,8 @@ def observe(c, env_B, final=False):
     rows = c.io.final_obs if final else c.io.obs
     obs = {key: torch.from_numpy(rows[key][env_B]).to(c.device) for key in rows.dtype.names}
     prev_action_BA = torch.from_numpy(c.pending.action[env_B]).to(c.device)
-    first_B = torch.from_numpy(c.io.first[env_B] & (not final)).to(c.device)
+    first_B = c.io.first[env_B] & (not final)  # of the next episode, if the row shows that
+    first_B = torch.from_numpy(first_B).to(c.device)
     state_B = c.state_N[torch.from_numpy(env_B)] * ~first_B[:, None, None]
     return obs, prev_action_BA, first_B, state_B
 
@@ -657,11 +662,12 @@ def act(policy, c, env_B):
     if not len(env_B):
         return
     pending = c.pending
-    pending.asked_at[env_B] = time.perf_counter()
+    pending.inference_at[env_B] = time.perf_counter()
     obs, prev_action_BA, first_B, state_B = observe(c, env_B)
     distribution, value_B, after_B = policy.step(obs, prev_action_BA, first_B, state_B)
     action_BA = distribution.mode if c.greedy else distribution.sample()
-    number_2B = torch.stack([distribution.log_prob(action_BA), value_B]).cpu().numpy()
+    log_prob_B = distribution.log_prob(action_BA)
+    log_prob_B, value_B = torch.stack([log_prob_B, value_B]).cpu().numpy()  # one download
 
     index_B = torch.from_numpy(env_B)
     for key, part in obs.items():
@@ -670,8 +676,8 @@ def act(policy, c, env_B):
     pending.first[env_B] = c.io.first[env_B]
     pending.prev_action[env_B] = pending.action[env_B]  # still the action before
     pending.action[env_B] = action_BA.cpu().numpy()
-    pending.log_prob[env_B] = number_2B[0]
-    pending.value[env_B] = number_2B[1]
+    pending.log_prob[env_B] = log_prob_B
+    pending.value[env_B] = value_B
     pending.version[env_B] = c.version
     c.state_N[index_B] = after_B
     c.in_flight_N[env_B] = True
@@ -734,9 +740,9 @@ def collect_rollout(policy, rollout, c):
     idle_B = c.idle
     c.idle = np.arange(0)
     act(policy, c, idle_B)
-    full = is_full(rollout, c)
+    full = is_full(rollout, c)  # `enough` may hold at once
     while not full:
-        env_B = await_answers(c, most=rollout.steps - rollout.size)
+        env_B = await_answers(c, rollout.steps - rollout.size, rollout.size)
         acted_B = env_B[c.in_flight_N[env_B]]  # the others have just started: no step to complete
         step_B = rollout.size + np.arange(len(acted_B))
         complete_steps(policy, rollout, c, acted_B, step_B)
@@ -756,7 +762,8 @@ def inline_rollouts(policy, spec, options, run):
     """Rollouts without end: this process collects one, and whoever takes it learns, by turns (VER
     appendix A.1)."""
     device = next(policy.parameters()).device
-    io = EnvIO(spec, options.num_envs, first_episode=run.step)  # steps >= episodes: all are new
+    # a run that goes on needs new episodes, so new seeds: there were at most run.step before
+    io = EnvIO(spec, options.num_envs, first_episode=run.step)
     rollout = Rollout(spec, options.rollout_steps, options.num_envs, policy.state_shape, device)
     with contextlib.closing(make_workers(options, "train", spec, io)) as workers:
         c = Collector(workers, io, policy, spec, options, run.enough)
@@ -778,14 +785,16 @@ def find_sequences(segment_S, first_S):
     [array([0]), array([2, 4]), array([1, 3])]
     """
     order_S = np.argsort(segment_S, kind="stable")
-    begins_S = first_S[order_S] | (np.diff(segment_S[order_S], prepend=-1) != 0)
-    return np.split(order_S, np.flatnonzero(begins_S)[1:])
+    changes = np.diff(segment_S[order_S], prepend=-1) != 0
+    begins = np.flatnonzero(changes | first_S[order_S])  # in the order of order_S; the first is 0
+    return np.split(order_S, begins[1:])
 
 
 def cut_minibatches(sequences, count):
-    """Lay sequences end to end and cut them into `count` mini-batches of equal size, or one step
-    more (VER section 2.2, figure 3B): lists of sequences. One that a cut splits goes on in the next
-    mini-batch, as a sequence that starts from its stored state.
+    """Lay sequences end to end and cut them into `count` mini-batches of equal size (VER section
+    2.2, figure 3B): lists of sequences. One that a cut splits goes on in the next mini-batch, as a
+    sequence that starts from its stored state. (If the size is no whole number, some are a step
+    longer.)
 
     >>> cut_minibatches([np.array([1, 3]), np.array([0, 2, 4, 5])], 2)
     [[array([1, 3]), array([0])], [array([2, 4, 5])]]
@@ -831,22 +840,22 @@ def compute_advantages(
     >>> compute_advantages(segment, reward, value, done, bootstrap, gamma=0.5, gae_lambda=1.0)
     array([1.5, 1. , 3. ], dtype=float32)
     """
-    if keep_S is None:
-        keep_S = np.ones(len(value_S))
+    keep_S = np.ones(len(value_S)) if keep_S is None else keep_S
     columns = segment_S, reward_S, value_S, done_S, keep_S
     steps = list(zip(*(column.tolist() for column in columns)))
     advantage_S = np.zeros(len(steps), np.float32)
     next_value = bootstrap.tolist()
     next_advantage = [0.0] * len(bootstrap)
     for step in reversed(range(len(steps))):
-        s, reward, value, done, keep = steps[step]
+        segment, reward, value, done, keep = steps[step]
         if done:
-            next_value[s] = 0.0
-            next_advantage[s] = 0.0
-        advantage = reward + gamma * (next_value[s] + gae_lambda * next_advantage[s]) - value
+            next_value[segment] = 0.0
+            next_advantage[segment] = 0.0
+        target = next_value[segment] + gae_lambda * next_advantage[segment]
+        advantage = reward + gamma * target - value
         advantage_S[step] = advantage
-        next_value[s] = value
-        next_advantage[s] = keep * advantage
+        next_value[segment] = value
+        next_advantage[segment] = keep * advantage
     return advantage_S
 
 
@@ -861,8 +870,7 @@ def importance_weights(env_S, num_envs, maximum=1.0):
     array([0.5, 0.5, 0.5, 0.5, 1. , 1. ], dtype=float32)
     """
     steps_N = np.bincount(env_S, minlength=num_envs)
-    fair_share = len(env_S) / num_envs
-    weight_N = np.minimum(maximum, fair_share / np.maximum(steps_N, 1))
+    weight_N = np.minimum(maximum, len(env_S) / num_envs / np.maximum(steps_N, 1))
     return weight_N.astype(np.float32)[env_S]
 
 
@@ -871,13 +879,12 @@ def add_returns(policy, rollout, options):
     if options.sampler == "async":
         add_corrected_returns(policy, rollout, options)
         return
-    new = slice(rollout.size)
-    columns = (rollout.segment, rollout.reward, rollout.value, rollout.done)
-    columns = [column[new] for column in columns]
+    steps = rollout.rows[: rollout.size]
+    columns = [steps[name] for name in ("segment", "reward", "value", "done")]
     advantage = compute_advantages(*columns, rollout.bootstrap, options.gamma, options.gae_lambda)
-    rollout.advantage[new] = advantage
-    rollout.returns[new] = advantage + rollout.value[new]
-    rollout.weight[new] = importance_weights(rollout.env[new], rollout.num_envs)
+    steps["advantage"] = advantage
+    steps["returns"] = advantage + steps["value"]
+    steps["weight"] = importance_weights(steps["env"], rollout.num_envs)
 
 
 # -------------------------------------------------------------------------------------------- PPO
@@ -929,8 +936,8 @@ def make_batch(rollout, sequences, device):
     batch["obs"] = {}
     for key, part in rollout.obs.items():
         batch["obs"][key] = part.index_select(0, step_M.to(part.device)).to(device)
-    first_Q = step_M[: batch_sizes[0]]  # the first Q steps begin the Q sequences
-    batch["state"] = rollout.state[first_Q].to(device)
+    begin_Q = step_M[: batch_sizes[0]]  # the first Q steps begin the Q sequences
+    batch["state"] = rollout.state[begin_Q].to(device)
     batch["batch_sizes"] = batch_sizes
     batch["step"] = step_M
     return batch
@@ -943,8 +950,8 @@ def run_sequences(policy, batch):
 
 
 def minibatch_step(policy, optimizer, batch, options, average):
-    """One optimizer step on one mini-batch; none if the gradient is not finite. Returns what to
-    log."""
+    """One optimizer step on one mini-batch; none if the gradient is not finite. `average`: as in
+    `ppo_update`. Returns what to log."""
     distribution, value_M, (features, core_MH) = run_sequences(policy, batch)
     loss, logs = ppo_loss(distribution, value_M, batch, policy.log_ent_coef, options)
     if options.cpc:
@@ -983,8 +990,8 @@ def ppo_update(policy, optimizer, rollout, options, average=lambda tensors: None
     nothing to do. Raises FloatingPointError if not one mini-batch has a finite gradient.
     """
     device = next(policy.parameters()).device
-    known = slice(rollout.learned)
-    sequences = find_sequences(rollout.segment[known], rollout.first[known])
+    steps = rollout.rows[: rollout.learned]
+    sequences = find_sequences(steps["segment"], steps["first"])
     mean, deviation = advantage_scale(rollout, average) if options.norm_adv else (0.0, 1.0)
     logs = []
     for _ in range(options.update_epochs):
@@ -993,12 +1000,11 @@ def ppo_update(policy, optimizer, rollout, options, average=lambda tensors: None
             batch = make_batch(rollout, minibatch, device)
             batch["advantage"] = (batch["advantage"] - mean) / deviation
             logs.append(minibatch_step(policy, optimizer, batch, options, average))
-    update_statistics(policy, rollout, average)  # of RGB images
+    update_statistics(policy, rollout, average)  # of RGB images: last, to learn as it was acted
     means = {name: torch.stack([log[name] for log in logs]).mean().item() for name in logs[0]}
     if means["losses/skipped"] == 1:
-        raise FloatingPointError(
-            "not one gradient of this update was finite: try a lower --learning-rate"
-        )
+        reason = "not one gradient of this update was finite"
+        raise FloatingPointError(f"{reason}: try a lower --learning-rate")
     return means
 
 
@@ -1031,12 +1037,12 @@ def train(options):
         source = rollout_source(policy, spec, options, run)
         with contextlib.closing(source), run.training():
             while run.step < options.total_timesteps:
-                rollout = run.collect(source)
+                rollout = run.collect(source)  # next(source)
                 optimizer.param_groups[0]["lr"] = learning_rate_at(run.step, options)
                 with run.learning() as logs:
                     add_returns(policy, rollout, options)
                     logs |= ppo_update(policy, optimizer, rollout, options)
-                run.log(rollout, logs)
+                run.log(rollout, logs)  # and count the steps
         run.evaluate()
     return run.folder
 
@@ -1153,10 +1159,9 @@ def describe_env(options):
     except UserError:
         raise
     except Exception as error:  # whatever the environment's own code raises
+        doors = " ".join(["", *options.env_kwargs, *options.wrappers])
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        arguments = " ".join([*options.env_kwargs, *options.wrappers])
-        message = f"cannot be made and stepped{f' with {arguments}' * bool(arguments)} ({reason})"
-        refuse(options, "env_id", f"{message}; pointnav, CartPole-v1, module:Id-v0 can")
+        refuse(options, "env_id", f"cannot be made{doors and f' with{doors}'} ({reason})")
     return spec
 
 
@@ -1166,13 +1171,13 @@ def check_spaces(spec):
     for key, space in spec.observations.items():
         known = isinstance(space, (spaces.Box, spaces.Discrete, spaces.MultiBinary))
         if not known or 0 in space.shape:
-            supported = "only Dict, Box, Discrete and MultiBinary are supported"
-            raise UserError(f"observation {key!r} is {space}: {supported}")
+            kinds = "Dict, Box, Discrete and MultiBinary"
+            raise UserError(f"observation {key!r} is {space}: only {kinds} are supported")
     continuous = isinstance(spec.action, spaces.Box)
     known = continuous and np.issubdtype(spec.action.dtype, np.floating) and spec.action_dims
     if not known and not isinstance(spec.action, (spaces.Discrete, spaces.MultiDiscrete)):
-        supported = "only Discrete, MultiDiscrete and Box of floats are supported"
-        raise UserError(f"the action is {spec.action}: {supported}")
+        kinds = "Discrete, MultiDiscrete and Box of floats"
+        raise UserError(f"the action is {spec.action}: only {kinds} are supported")
 
 
 def time_steps(env):
@@ -1198,10 +1203,7 @@ def time_steps(env):
 
 def count_cores():
     """CPU cores that this process may use; torchrun's ranks share those of a machine."""
-    if hasattr(os, "sched_getaffinity"):
-        cores = len(os.sched_getaffinity(0))
-    else:
-        cores = os.cpu_count()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
@@ -1405,15 +1407,11 @@ def image_layout(space):
     >>> image_layout(gym.spaces.Box(0, 255, (3, 36, 40), np.uint8))
     (3, 36, 40, False)
     """
-    if not isinstance(space, gym.spaces.Box) or len(space.shape) not in (2, 3):
-        return None
-    if sorted(space.shape)[-2] < 8:
+    box = isinstance(space, gym.spaces.Box) and len(space.shape) in (2, 3)
+    if not box or sorted(space.shape)[-2] < 8:
         return None
     shape = space.shape if len(space.shape) == 3 else (*space.shape, 1)
-    if shape[2] <= shape[0]:
-        height, width, channels = shape
-        return channels, height, width, True
-    return (*shape, False)
+    return (shape[2], *shape[:2], True) if shape[2] <= shape[0] else (*shape, False)
 
 
 class Images(nn.Module):
@@ -1436,11 +1434,9 @@ class Images(nn.Module):
         """The images, not yet normalized."""
         images = []
         for key, (_, _, _, channels_last) in self.layouts.items():
-            image = obs[key]
+            image = obs[key] / 255 if obs[key].dtype == torch.uint8 else obs[key]
             if channels_last:
                 image = image.reshape(*image.shape[:3], -1).permute(0, 3, 1, 2)
-            if image.dtype == torch.uint8:
-                image = image / 255
             images.append(image)
         return torch.cat(images, dim=1) if len(images) > 1 else images[0]
 
@@ -1467,8 +1463,7 @@ def update_statistics(policy, rollout, average):
         if images.normalized and weight.requires_grad:
             obs = {key: rollout.obs[key][index].to(weight.device) for key in images.layouts}
             image_BCHW = images.stack(obs)
-            moments = [(image_BCHW**power).mean(dim=(0, 2, 3)) for power in (1, 2)]
-            moments_2C = torch.stack(moments)
+            moments_2C = torch.stack([(image_BCHW**k).mean(dim=(0, 2, 3)) for k in (1, 2)])
             average([moments_2C])
             images.rollouts += 1
             images.moments_2C += (moments_2C - images.moments_2C) / images.rollouts
@@ -1541,9 +1536,8 @@ class Block(nn.Module):
         self.shortcut = nn.Identity()
         if stride > 1 or channels_in != channels_out:
             self.shortcut = convolution(channels_in, channels_out, 1, stride)
-        self.scale = 1.0
-        if modern:  # Touvron et al. 2021
-            self.scale = nn.Parameter(torch.full((channels_out, 1, 1), 0.1))
+        # layer scale: Touvron et al. 2021
+        self.scale = nn.Parameter(torch.full((channels_out, 1, 1), 0.1)) if modern else 1.0
         self.squeeze = None
         if squeeze:
             narrow = channels_out // 16
@@ -1589,8 +1583,7 @@ class ResNet(nn.Module):
             height, width = self.backbone(torch.zeros(1, images.channels, *images.size)).shape[2:]
         compressed = min(512, round(2048 / (height * width)))  # smaller images: fewer
         last = nn.Conv2d(channels, compressed, 3, padding=1, bias=False)
-        norm = nn.GroupNorm(1, compressed)
-        self.compress = nn.Sequential(last, norm, nn.ReLU(), nn.Flatten())
+        self.compress = nn.Sequential(last, nn.GroupNorm(1, compressed), nn.ReLU(), nn.Flatten())
         self.out = orthogonal(nn.Linear(compressed * height * width, out_features))
 
     def forward(self, obs):
@@ -1616,8 +1609,7 @@ class Vector(nn.Module):
     def forward(self, obs):
         vector = obs[self.key]
         if self.discrete:
-            index = vector - int(self.space.start)
-            vector = nn.functional.one_hot(index, int(self.space.n))
+            vector = nn.functional.one_hot(vector - int(self.space.start), int(self.space.n))
         return self.layers(vector.reshape(len(vector), -1).float())
 
 
@@ -1641,10 +1633,11 @@ def build_encoders(spec, options):
         elif min(size) >= 64:
             encoders[first_key] = ResNet(Images(group), hidden, **backbone)
         else:
-            needs = f"needs images of 64 x 64 at least: {list(group)} have {size}"
-            raise UserError(f"--encoder {options.encoder} {needs}")
+            refuse(
+                options, "encoder", f"needs images of 64 x 64 at least: {list(group)} have {size}"
+            )
     if not encoders:
-        raise UserError(f"--encoder {options.encoder}: nothing is left to observe, choose another")
+        refuse(options, "encoder", "nothing is left to observe, choose another one")
     return encoders
 
 
@@ -1704,8 +1697,8 @@ def cpc_loss(policy, features_MF, core_MH, batch):
     features seen then from CPC_NEGATIVES others of the mini-batch. The mean cross-entropies of
     both, added."""
     device = core_MH.device
-    indices = [index.to(device) for index in cpc_futures(batch["batch_sizes"])]
-    start_P, action_PT, later_PF, future_PF = indices
+    indices = cpc_futures(batch["batch_sizes"])
+    start_P, action_PT, later_PF, future_PF = (index.to(device) for index in indices)
     if not len(start_P):  # every rank averages the same gradients, be they 0
         return sum(parameter.sum() for parameter in policy.cpc.parameters()) * 0.0
     known_M = torch.zeros(len(core_MH), dtype=torch.bool, device=device)
@@ -1721,8 +1714,7 @@ def cpc_loss(policy, features_MF, core_MH, batch):
     other_PFN = torch.randint(len(core_MH), (*future_PF.shape, CPC_NEGATIVES)).to(device)
     memory_PFNH = memory_PFH[:, :, None].expand(-1, -1, CPC_NEGATIVES, -1)
     negative = policy.cpc(memory_PFNH, features_MF[other_PFN])
-    softplus = nn.functional.softplus
-    return softplus(-positive).mean() + softplus(negative).mean()
+    return nn.functional.softplus(-positive).mean() + nn.functional.softplus(negative).mean()
 
 
 # ------------------------------------------------------------------------------------ Supervision
@@ -1809,8 +1801,9 @@ def make_workers(options, split, spec, io):
     """All environments of a split, in worker processes or (--num-workers 0) here."""
     numbers = range(options.num_envs)
     environments = [CheckedEnvironment(e, options, split, spec, io) for e in numbers]
-    kind = SupervisedWorkers if count_workers(options, spec) else InlineWorkers
-    return kind(environments)
+    if count_workers(options, spec):
+        return SupervisedWorkers(environments)
+    return InlineWorkers(environments)
 
 
 def note_restart(workers, reason):
@@ -1822,8 +1815,8 @@ def note_restart(workers, reason):
     now = time.monotonic()
     workers.restarted_at.append(now)
     if sum(now - at < 3600 for at in workers.restarted_at) > most:
-        limit = f"more than {most} restarts within an hour (--max-worker-restarts)"
-        raise EnvironmentFailure(f"{reason}\n{limit}")
+        option = "--max-worker-restarts"
+        raise EnvironmentFailure(f"{reason}\nmore than {most} restarts within an hour ({option})")
     count = len(workers.restarted_at)
     tqdm.write(f"{reason}\nstarted again, with a new episode ({count} so far)", file=sys.stderr)
 
@@ -1894,10 +1887,10 @@ class SupervisedWorkers(Workers):
         if now > self.next_check:
             self.next_check = now + 0.2
             for worker, process in enumerate(self.processes):
-                mine = np.arange(worker, len(self.sent_at_N), self.num_workers)
+                mine = np.arange(worker, len(self.asked_at_N), self.num_workers)
                 # an environment that waits for a sibling is not late
-                since = np.maximum(self.sent_at_N[mine], self.heard_at_W[worker])
-                owes = self.sent_at_N[mine] > 0
+                since = np.maximum(self.asked_at_N[mine], self.heard_at_W[worker])
+                owes = self.asked_at_N[mine] > 0
                 late = mine[owes & (now - since > self.timeout_sec)]
                 if len(late) or process.exitcode is not None:
                     answered += self.replace(worker, mine, late)
@@ -1910,21 +1903,19 @@ class SupervisedWorkers(Workers):
         process.join(5)
         reason = bytes(self.last_words[worker]).rstrip(b"\0").decode(errors="replace")
         if not reason:
-            died = f"died with exit code {process.exitcode}"
-            reason = f"worker {worker} (environments {mine.tolist()}) {died}"
+            who = f"worker {worker} (environments {mine.tolist()})"
+            reason = f"{who} died with exit code {process.exitcode}"
         if len(late):
-            silent = f"for {self.timeout_sec:.0f} s (--env-timeout)"
-            reason = f"no answer from environments {late.tolist()} {silent}"
-        if process.exitcode == EXIT_BAD_ANSWER:
-            reason = BadAnswer(reason)
-        note_restart(self, reason)
+            who = f"environments {late.tolist()}"
+            reason = f"no answer from {who} for {self.timeout_sec:.0f} s (--env-timeout)"
+        note_restart(self, BadAnswer(reason) if process.exitcode == EXIT_BAD_ANSWER else reason)
         answered = super().receive(0)
         inbox, _ = self.pipes[worker]
         while inbox.poll():
             read_numbers(inbox)
         self.last_words[worker] = 0
         self.processes[worker] = self.start(worker)
-        self.send(mine[self.sent_at_N[mine] > 0])
+        self.send(mine[self.asked_at_N[mine] > 0])
         return answered
 
 
@@ -1986,11 +1977,10 @@ def load_checkpoint(path):
     except FileNotFoundError:
         raise UserError(f"there is no checkpoint {path}") from None
     except Exception as error:  # whatever a damaged or hostile file makes of the loader
-        name = type(error).__name__
-        raise UserError(f"{path} is not a checkpoint that can be read ({name})") from None
+        kind = type(error).__name__
+        raise UserError(f"{path} is not a checkpoint that can be read ({kind})") from None
     if isinstance(number, int) and number != CHECKPOINT_FORMAT:
-        reader = READ_BY.get(number, "that version")
-        advice = f"go on with {reader}, or start anew"
+        advice = f"go on with {READ_BY.get(number, 'that version')}, or start anew"
         raise UserError(f"{path} was written by another version (format {number}): {advice}")
     if not known:
         raise UserError(f"{path} is not a checkpoint of this program")
@@ -2030,8 +2020,8 @@ def start_from(policy, options):
     that do not learn, are not among them."""
     saved = load_checkpoint(options.init_from)["policy"]
     own = policy.state_dict()
-    fixed = {name for name, weight in policy.named_parameters() if not weight.requires_grad}
-    fixed -= {"log_ent_coef"}
+    weights = dict(policy.named_parameters())
+    fixed = {name for name in weights if not weights[name].requires_grad} - {"log_ent_coef"}
     new = {name for name in own if name not in saved or saved[name].shape != own[name].shape}
     if options.reset == "critic":
         new |= {name for name in own if name.startswith("critic.")}
@@ -2042,14 +2032,19 @@ def start_from(policy, options):
         advice = "give the --encoder, --env-kwargs and sizes of that run"
         refuse(options, "init_from", f"its network is another one ({min(unfit)}): {advice}")
     new |= {"log_ent_coef"}
-    policy.load_state_dict(own | {name: saved[name] for name in own.keys() - new})
-    taken = f"{len(own) - len(new)} of {len(own)} tensors come from {options.init_from}"
-    print(f"{taken}; new: {', '.join(sorted(new))}")
+    taken = {name: saved[name] for name in own.keys() - new}
+    policy.load_state_dict(own | taken)
+    print(f"{len(taken)} of {len(own)} tensors come from {options.init_from}; new: {sorted(new)}")
 
 
 def make_policy(spec, options):
-    """The network that --policy names."""
-    return load(options.policy)(spec, options)
+    """The network that --policy names. Raises UserError."""
+    network = load(options.policy)
+    try:
+        inspect.signature(network).bind(spec, options)
+    except TypeError as error:
+        refuse(options, "policy", f"must be made of (spec, options) ({error})")
+    return network(spec, options)
 
 
 class Run:
@@ -2102,8 +2097,7 @@ class Run:
             if options.trace:
                 self.trace = open(options.trace, "w")
             self.folder.mkdir(parents=True, exist_ok=bool(options.resume))
-            text = json.dumps(asdict(options), indent=2)
-            (self.folder / "options.json").write_text(text + "\n")
+            (self.folder / "options.json").write_text(json.dumps(asdict(options), indent=2) + "\n")
         except OSError as error:
             reason = f"{error.filename} cannot be written ({error.strerror})"
             raise UserError(f"{reason}: choose another place") from None
@@ -2118,15 +2112,14 @@ class Run:
     def headline(self):
         """The run's first line: what was chosen, and by which figures."""
         options = self.options
-        workers = f"{count_workers(options, self.spec)} workers"
+        how = options.sampler + " with overlap" * options.overlap
+        how += f", {options.num_envs} environments in {count_workers(options, self.spec)} workers"
         if options.num_workers == "auto":
             times = f"{1000 * self.spec.step_sec:.2g} ms, {1000 * self.spec.cpu_sec:.2g} of a CPU"
-            workers += f" (a step takes {times}; {count_cores()} cores)"
-        weights = sum(parameter.numel() for parameter in self.policy.parameters())
-        device = next(self.policy.parameters()).device
-        how = options.sampler + " with overlap" * options.overlap
-        where = f"{options.num_envs} environments in {workers}"
-        return f"{how}, {where}, {weights:,} parameters on {device}"
+            how += f" (a step takes {times}; {count_cores()} cores)"
+        weights = list(self.policy.parameters())
+        size = sum(weight.numel() for weight in weights)
+        return f"{how}, {size:,} parameters on {weights[0].device}"
 
     def close(self):
         """Finish the files."""
@@ -2166,8 +2159,7 @@ class Run:
         except (Interrupted, EnvironmentFailure, FloatingPointError):
             self.save()
             if not self.unsaved:
-                advice = f"go on with: --resume {self.folder}"
-                self.bar.write(f"stopped at step {self.step}; {advice}")
+                self.bar.write(f"stopped at step {self.step}; go on with: --resume {self.folder}")
             raise
         finally:
             for number, handler in handlers.items():
@@ -2284,15 +2276,14 @@ class Run:
             write_checkpoint(content, self.folder / "checkpoint.pt")
         except (OSError, RuntimeError) as error:
             self.unsaved = str(error).splitlines()[0][:200]
-            kept = "not written, the one before stays"
-            self.bar.write(f"checkpoint of step {self.step} {kept}: {self.unsaved}")
+            what = f"checkpoint of step {self.step} not written, the one before stays"
+            self.bar.write(f"{what}: {self.unsaved}")
 
     def evaluate(self):
         """Evaluate what was learned. Raises OSError if it could not be saved."""
         self.bar.close()
         if self.options.eval_episodes:
-            logs = report_evaluation(self.policy, self.spec, self.options, self.folder)
-            self.write_scalars(logs)
+            self.write_scalars(report_evaluation(self.policy, self.spec, self.options, self.folder))
         if self.unsaved:
             raise OSError(f"the last checkpoint could not be written: {self.unsaved}")
 
@@ -2306,8 +2297,8 @@ def write_trace(file, steps, learning_sec):
         spans.append((f"environment {e}", "step", began_at, sec))
     batches = np.unique(steps["sent_at"], return_index=True, return_counts=True)
     for sent_at, index, size in zip(*batches):
-        asked_at = steps["asked_at"][index]
-        spans.append(("inference", f"batch of {size}", asked_at, sent_at - asked_at))
+        began_at = steps["inference_at"][index]
+        spans.append(("inference", f"batch of {size}", began_at, sent_at - began_at))
     spans.append(("learner", "learning", time.perf_counter() - learning_sec, learning_sec))
     for lane, name, began_at, sec in spans:
         event = {"name": name, "ph": "X", "pid": lane, "tid": lane}
@@ -2641,8 +2632,8 @@ def main(argv=None, kind=Options, train=train):
     program = Path(sys.modules[kind.__module__].__file__).name
     try:
         options = parse_options(sys.argv[1:] if argv is None else argv, kind)
-        device = str(choose_device(options))  # with its number, for simulators too
-        options = replace(options, device=device)
+        # with its number, for simulators too
+        options = replace(options, device=str(choose_device(options)))
         if not options.checkpoint:
             train(options)
             return 0
@@ -2666,6 +2657,8 @@ def main(argv=None, kind=Options, train=train):
 
 
 if __name__ == "__main__":
-    from ver_ppo import main  # as a module: other processes and files know its classes by it
+    from ver_ppo import (
+        main,  # as a module: other processes and files know its classes by it
+    )
 
     sys.exit(main())

@@ -5,9 +5,19 @@ import copy
 import numpy as np
 import pytest
 import torch
-from notebooks.extensions.virtual_clock import VirtualWorkers, assert_nothing_is_lost, build, collect, observation_of, reward_of, taken
 
 import ver_ppo
+from notebooks.extensions.virtual_clock import (
+    VirtualWorkers,
+    assert_nothing_is_lost,
+    build,
+    collect,
+    observation_of,
+    reward_of,
+    taken,
+)
+
+pytestmark = pytest.mark.quick
 
 
 def random_table(seed):
@@ -65,7 +75,7 @@ def test_carry_over():
     policy, rollout, c = build(workers, 3, 8)
     ver_ppo.collect_rollout(policy, rollout, c)
     assert c.in_flight_N.tolist() == [False, False, True] and set(c.idle) == {0, 1}
-    names = "env segment version first prev_action action log_prob value asked_at sent_at".split()
+    names = "env segment version first prev_action action log_prob value inference_at sent_at".split()
     in_flight = {name: getattr(c.pending, name)[2].copy() for name in names} | {"state": c.pending.state[2].clone()}
     with torch.no_grad():
         policy.critic.bias += 1.0  # the update

@@ -13,7 +13,16 @@ import ver_multigpu
 import ver_ppo
 from notebooks import draw
 from notebooks.environments import habitat, pointnav, rearrange, tasks
-from notebooks.extensions import chain, controller, play, population, virtual_clock, wrappers
+from notebooks.extensions import (
+    chain,
+    controller,
+    play,
+    population,
+    virtual_clock,
+    wrappers,
+)
+
+pytestmark = pytest.mark.quick
 
 SOURCE = (ROOT / "ver_ppo.py").read_text()
 ROWS = re.findall(r"^\| (.+) \| (`.+`) \| (.+) \| \[(\w+)\]\((tests/\w+\.py)\) \|$", (ROOT / "README.md").read_text(), re.M)

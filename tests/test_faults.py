@@ -13,9 +13,9 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from notebooks.extensions.virtual_clock import SPEC, VirtualWorkers, build
 
 import ver_ppo
+from notebooks.extensions.virtual_clock import SPEC, VirtualWorkers, build
 from tests import envs
 from tests.benchmarks import soak
 from tests.test_run import (

@@ -1,16 +1,17 @@
 """The loss by hand, the update, and that something is learned."""
 
 import math
-from dataclasses import replace
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
 from torch.distributions import Categorical, Independent
-from notebooks.extensions.virtual_clock import SPEC, VirtualWorkers, build
 
 import ver_ppo
+from notebooks.extensions.virtual_clock import SPEC, VirtualWorkers, build
+
+pytestmark = pytest.mark.quick
 
 
 def loss_by_hand(logits, value, batch):
@@ -142,18 +143,3 @@ def test_learning_rate():
     """Cosine from the start value to 0."""
     options = ver_ppo.Options(learning_rate=1e-3, total_timesteps=1000)
     assert [round(ver_ppo.learning_rate_at(step, options), 9) for step in (0, 500, 1000, 1100)] == [1e-3, 5e-4, 0, 0]
-
-
-def test_memory_task(tmp_path):
-    """A cue seen at the first step and asked for ten steps later: solved with the LSTM, and not without."""
-    for layers, steps, low, high in ((1, 80_000, 0.95, 1.0), (0, 30_000, 0.35, 0.65)):
-        options = ver_ppo.Options(
-            env_id="tests.envs:Cue-v0", total_timesteps=steps, num_workers=0, num_envs=16, num_steps=64, hidden_size=32,
-            learning_rate=2e-3, gae_lambda=1.0, update_epochs=4, norm_adv=True, lstm_layers=layers, runs_dir=str(tmp_path),
-            exp_name=f"{layers}", eval_episodes=0, device="cpu", learner_threads=1,
-        )  # fmt: skip
-        checkpoint = ver_ppo.load_checkpoint(ver_ppo.train(options) / "checkpoint.pt")
-        spec, policy, _ = ver_ppo.build(options)
-        policy.load_state_dict(checkpoint["policy"])
-        means = ver_ppo.report_evaluation(policy, spec, replace(options, eval_episodes=200, greedy=True), tmp_path)
-        assert low <= means["eval/return"] <= high

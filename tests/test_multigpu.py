@@ -21,10 +21,10 @@ import torch
 from conftest import ROOT
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.nn.utils import parameters_to_vector
-from notebooks.extensions.virtual_clock import SPEC, VirtualWorkers, build, collect
 
 import ver_multigpu
 import ver_ppo
+from notebooks.extensions.virtual_clock import SPEC, VirtualWorkers, build, collect
 from tests.benchmarks import scaling
 from tests.test_run import alive_in_group, differences, run_folders, small, wait_until
 

@@ -4,9 +4,11 @@ import numpy as np
 import pytest
 import torch
 from torch.nn.utils.rnn import PackedSequence
-from notebooks.extensions.virtual_clock import VirtualWorkers, build
 
 import ver_ppo
+from notebooks.extensions.virtual_clock import VirtualWorkers, build
+
+pytestmark = pytest.mark.quick
 
 
 def random_steps(seed, segments=5, steps=60):

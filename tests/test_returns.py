@@ -3,9 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from notebooks.extensions.virtual_clock import SPEC
 
 import ver_ppo
+from notebooks.extensions.virtual_clock import SPEC
+
+pytestmark = pytest.mark.quick
 
 GAMMA, LAMBDA = 0.97, 0.9
 

@@ -355,6 +355,7 @@ BAD_INPUT = {  # what is given, and a word of the answer; numbers out of range a
     "--policy no_such_module:Policy": "no_such_module",
     "--policy ver_ppo:NoSuch": "NoSuch",
     "--policy ver_ppo:Policy(layers=3)": "Policy(spec, options)",
+    "--policy json:dumps": "must be made of (spec, options)",
     "--camera rgb": "--env-kwargs camera=",
     "--image-size=32": "--env-kwargs image_size=",
     "--simulator builtin": "--env-kwargs simulator=",
@@ -413,3 +414,18 @@ def test_memory_is_flat(tmp_path, monkeypatch):
     run_here(tmp_path, "--env-id tests.envs:Count-v0 --num-workers 0 --num-steps 4 --total-timesteps 3200")
     assert len(resident_mib) == 200
     assert np.mean(resident_mib[-50:]) - np.mean(resident_mib[80:130]) < 4
+
+
+def test_memory_task(tmp_path):
+    """A cue seen at the first step and asked for ten steps later: solved with the LSTM, and not without."""
+    for layers, steps, low, high in ((1, 80_000, 0.95, 1.0), (0, 30_000, 0.35, 0.65)):
+        options = ver_ppo.Options(
+            env_id="tests.envs:Cue-v0", total_timesteps=steps, num_workers=0, num_envs=16, num_steps=64, hidden_size=32,
+            learning_rate=2e-3, gae_lambda=1.0, update_epochs=4, norm_adv=True, lstm_layers=layers, runs_dir=str(tmp_path),
+            exp_name=f"{layers}", eval_episodes=0, device="cpu", learner_threads=1,
+        )  # fmt: skip
+        checkpoint = ver_ppo.load_checkpoint(ver_ppo.train(options) / "checkpoint.pt")
+        spec, policy, _ = ver_ppo.build(options)
+        policy.load_state_dict(checkpoint["policy"])
+        means = ver_ppo.report_evaluation(policy, spec, replace(options, eval_episodes=200, greedy=True), tmp_path)
+        assert low <= means["eval/return"] <= high

@@ -10,9 +10,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from notebooks.extensions.virtual_clock import VirtualWorkers, assert_nothing_is_lost, build, collect, taken
 
 import ver_ppo
+from notebooks.extensions.virtual_clock import (
+    VirtualWorkers,
+    assert_nothing_is_lost,
+    build,
+    collect,
+    taken,
+)
 
 
 def table(seed, num_envs=4, spread=0.8):
