@@ -1456,7 +1456,7 @@ def image_encoders(policy):
 def update_statistics(policy, rollout, average):
     """Let the running statistics take in 256 images of a rollout, and those of other ranks. Frozen
     encoders keep theirs."""
-    index = torch.arange(0, rollout.steps, rollout.steps // 256 + 1)
+    index = torch.arange(0, rollout.learned, rollout.learned // 256 + 1)
     for encoder in image_encoders(policy):
         images = encoder.images
         weight = encoder.out.weight
@@ -2205,9 +2205,10 @@ class Run:
         busy_share = simulated_sec / max(1, count_workers(options, self.spec)) / rollout_sec
         lag_S = self.update - steps["version"]
         steps_N = np.bincount(steps["env"], minlength=rollout.num_envs)
-        error_S = rollout.returns - rollout.value
+        learned = rollout.rows[: rollout.learned]
+        error_S = learned["returns"] - learned["value"]
         logs = logs | {
-            "losses/explained_variance": 1 - error_S.var() / max(rollout.returns.var(), 1e-12),
+            "losses/explained_variance": 1 - error_S.var() / max(learned["returns"].var(), 1e-12),
             "charts/learning_rate": self.optimizer.param_groups[0]["lr"],
             "time/waiting_share": waited_sec / cycle_sec,
             "time/inference_share": (rollout_sec - waited_sec) / cycle_sec,
@@ -2221,7 +2222,7 @@ class Run:
             "ver/carried_share": (steps["sent_at"] < began_at).mean(),
             "ver/policy_lag_mean": lag_S.mean(),
             "ver/policy_lag_max": lag_S.max(),
-            "ver/importance_weight": rollout.weight.mean(),
+            "ver/importance_weight": learned["weight"].mean(),
             "ver/made_up_steps": (steps["step_sec"] == 0.0).sum(),  # by `Environment.start`
         }
         episodes = steps["episode_stats"][steps["done"]]

@@ -157,7 +157,7 @@ def test_running_statistics():
             "depth": torch.from_numpy(rng.random((8, 128, 128, 1), np.float32)),
         }
         ver_ppo.update_statistics(
-            policy, SimpleNamespace(steps=8, obs=obs, device="cpu"), lambda tensors: None
+            policy, SimpleNamespace(learned=8, obs=obs, device="cpu"), lambda tensors: None
         )
         seen.append(np.concatenate([rgb / 255, obs["depth"]], axis=3))
     everything = np.concatenate(seen)

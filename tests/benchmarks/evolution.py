@@ -1,12 +1,15 @@
-"""Whether a population finds the learning rate that nobody has told it: CartPole, rates drawn over three decades.
+"""Whether a population finds the learning rate that it was not told: CartPole, rates drawn over
+three decades.
 
-    python tests/benchmarks/evolution.py run      five populations of four, and twenty runs on their own
-    python tests/benchmarks/evolution.py table    prints what came out; `picture` draws notebooks/pictures/population.png
+    python tests/benchmarks/evolution.py run      five populations of four, twenty single runs
+    python tests/benchmarks/evolution.py table    prints what came out
+    python tests/benchmarks/evolution.py picture  draws notebooks/pictures/population.png
 
-In each trial four learning rates are drawn from 10^-4.5 to 10^-1.5; the members of a population begin with them, and so do
-four runs on their own. Success is to reach what the tuned default reaches in as many steps of one run: its mean in
-notebooks/results/CartPole-v1.json. The best of four is that whose last hundred training episodes were best. Kept, with every
-decision, in notebooks/results/evolution.json, which notebook 7 draws.
+In each trial four learning rates are drawn from 10^-4.5 to 10^-1.5; the members of a population
+begin with them, and so do four runs on their own. Success is to reach what the tuned default
+reaches in as many steps of one run: its mean in notebooks/results/CartPole-v1.json. The best of
+four is that whose last hundred training episodes were best. Kept, with every decision, in
+notebooks/results/evolution.json, which notebook 7 draws.
 """
 
 import argparse
@@ -21,60 +24,76 @@ from pathlib import Path
 import matplotlib
 import matplotlib.pyplot as plt
 import numpy as np
-from results import ROOT, command_of, draw, dump, machine
+from results import ROOT, command_of, draw, dump, machine, ver_ppo
 
-import ver_ppo
-
-MEMBERS, INTERVAL = 4, 8192
+MEMBERS = 4
+INTERVAL = 8192
 FILE = draw.RESULTS / "evolution.json"
 
 
 def run_together(lines, folder):
-    """Run command lines of ver_ppo.py, all at once, to their end; run k in folder/k. Returns of each the mean return of the
-    last hundred training episodes, and of the evaluation."""
+    """Run command lines, all at once, to their end; run k in folder/k. Returns of each the mean
+    return of the last hundred training episodes, and of the evaluation."""
     pipes = {"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
-    processes = [subprocess.Popen([sys.executable, *shlex.split(line)[1:]], **pipes) for line in lines]
-    outputs, found = [process.communicate()[0] for process in processes], []
+    commands = [[sys.executable, *shlex.split(line)[1:]] for line in lines]
+    processes = [subprocess.Popen(command, **pipes) for command in commands]
+    outputs = [process.communicate()[0] for process in processes]
+    found = []
     for k, (process, output) in enumerate(zip(processes, outputs)):
         if process.returncode:
             raise RuntimeError(f"{lines[k]}: exit status {process.returncode}\n{output}")
         (run,) = (folder / str(k)).glob("CartPole*")
         recent = np.array(ver_ppo.load_checkpoint(run / "checkpoint.pt")["recent"])
+        trained = float(recent[:, 0].mean()) if len(recent) else 0.0
         evaluated = float(output.strip().splitlines()[-1].split("return ")[1].split()[0])
-        found.append([float(recent[:, 0].mean()) if len(recent) else 0.0, evaluated])
+        found.append([trained, evaluated])
     return found
 
 
 def trial(number):
     """One population, and four runs on their own: learning rates, what each came to, decisions."""
     rates = 10 ** np.random.default_rng(number).uniform(-4.5, -1.5, MEMBERS)
-    lines = [f"{command_of('CartPole-v1')} --eval-episodes 100 --learning-rate {rate}" for rate in rates]
+    command = f"{command_of('CartPole-v1')} --eval-episodes 100"
+    evolving = command.replace("ver_ppo.py", "-m notebooks.extensions.population")
     with tempfile.TemporaryDirectory() as name:
-        alone, together = Path(name) / "alone", Path(name) / "together"
-        found = {"rates": rates.tolist()}
-        runs = [f"{line} --runs-dir {alone}/{k} --seed {100 * number + k}" for k, line in enumerate(lines)]
-        found["alone"] = run_together(runs, alone)
-        of = f"--population {together} --population-size {MEMBERS} --evolve-interval {INTERVAL} --seed {number}"
-        found["population"] = run_together([f"{line} {of} --member {k}" for k, line in enumerate(lines)], together)
+        alone = Path(name) / "alone"
+        together = Path(name) / "together"
+        evolving += f" --population {together} --population-size {MEMBERS} --seed {number}"
+        evolving += f" --evolve-interval {INTERVAL}"
+        single_runs = []
+        members = []
+        for k, rate in enumerate(rates):
+            own = f"--learning-rate {rate} --runs-dir {alone}/{k} --seed {100 * number + k}"
+            single_runs.append(f"{command} {own}")
+            members.append(f"{evolving} --learning-rate {rate} --member {k}")
+        found = {
+            "rates": rates.tolist(),
+            "alone": run_together(single_runs, alone),
+            "population": run_together(members, together),
+        }
+        print(number, found, flush=True)
         files = [together / str(member) / "decisions.jsonl" for member in range(MEMBERS)]
-        found["decisions"] = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
-    print(number, {name: value for name, value in found.items() if name != "decisions"}, flush=True)
+        lines_of = [file.read_text().splitlines() for file in files]
+        found["decisions"] = [[json.loads(line) for line in lines] for lines in lines_of]
     return found
 
 
 def table():
-    """How many of the populations, of the best of four runs, and of all runs reached the tuned default's mean return."""
-    trials, tuned = json.loads(FILE.read_text())["trials"], draw.load_result("CartPole-v1")["runs"]
+    """How many of the populations, of the best of four runs, and of all runs reached the tuned
+    default's mean return."""
+    trials = json.loads(FILE.read_text())["trials"]
+    tuned = draw.load_result("CartPole-v1")["runs"]
     goal = np.mean([run["evaluation"]["return"][0] for run in tuned])
-    kinds = {
-        "populations, the best member": [max(found["population"])[1] for found in trials],  # by its training
+    kinds = {  # the best by its training
+        "populations, the best member": [max(found["population"])[1] for found in trials],
         "four runs on their own, the best one": [max(found["alone"])[1] for found in trials],
         "single runs": [evaluated for found in trials for _, evaluated in found["alone"]],
     }
     lines = [f"tuned default: mean {goal:.0f} of {len(tuned)} seeds"]
     for name, values in kinds.items():
         returns = ", ".join(f"{value:.0f}" for value in sorted(values))
-        lines.append(f"{name}: {sum(value >= goal for value in values)} of {len(values)} reached it: {returns}")
+        reached = sum(value >= goal for value in values)
+        lines.append(f"{name}: {reached} of {len(values)} reached it: {returns}")
     return "\n".join(lines)
 
 
@@ -91,14 +110,23 @@ def picture():
     figure.savefig(ROOT / "notebooks" / "pictures" / "population.png", dpi=90)
 
 
+def run_all(trials):
+    """All trials, into the file: a line for each list and each decision."""
+    found = [trial(1 + number) for number in range(trials)]
+    text = dump({"machine": machine(), "trials": found})
+    text = re.sub(r"\{[^{}]*\}", lambda found: " ".join(found[0].split()), text)
+    FILE.write_text(text + "\n")
+
+
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=("run", "table", "picture"))
     parser.add_argument("--trials", type=int, default=5)
     arguments = parser.parse_args()
     if arguments.what == "run":
-        result = {"machine": machine(), "trials": [trial(1 + number) for number in range(arguments.trials)]}
-        FILE.write_text(re.sub(r"\{[^{}]*\}", lambda found: " ".join(found[0].split()), dump(result)) + "\n")
+        run_all(arguments.trials)
     if arguments.what == "picture":
         picture()
     print(table())

@@ -1,11 +1,13 @@
-"""Training speed in Habitat, beside habitat-baselines' own VER trainer: same scene, sizes and settings, in turns.
+"""Training speed in Habitat, beside habitat-baselines' own VER trainer: same scene, sizes and
+settings, in turns.
 
     python tests/benchmarks/habitat.py --data FOLDER --scene rooms_s --rounds 3
 
-Needs habitat-sim, habitat-lab and habitat-baselines in this Python, and a folder with datasets/pointnav/SCENE/v1 and
-scene_datasets. 4 environments, 128 x 128 depth, T = 32, 2 epochs of 2 mini-batches, hidden size 512, on the CPU. Speed is
-steps per second of wall time between a third of the run and its end, learning included. Prints one line for each run, then
-medians and ranges. Run by hand.
+Needs habitat-sim, habitat-lab and habitat-baselines in this Python, and a folder with
+datasets/pointnav/SCENE/v1 and scene_datasets. 4 environments, 128 x 128 depth, T = 32, 2 epochs of
+2 mini-batches, hidden size 512, on the CPU. Speed is steps per second of wall time between a third
+of the run and its end, learning included. Prints one line for each run, then medians and ranges.
+Run by hand.
 """
 
 import argparse
@@ -26,28 +28,32 @@ ONE = ["--num-workers", "1"]  # of two cores: the other one infers and learns
 QUIET = {"MAGNUM_LOG": "quiet", "HABITAT_SIM_LOG": "quiet", "OMP_NUM_THREADS": "1"}
 
 
-def habitat_overrides(data, scene):
-    """Where the data are, quoted for habitat-lab's configuration."""
+def data_settings(data, scene):
+    """Where the data are: keys and values of habitat-lab's configuration."""
     path = f"{data}/datasets/pointnav/{scene}/v1/{{split}}/{{split}}.json.gz"
-    return [f"habitat.dataset.data_path='{path}'", f"habitat.dataset.scenes_dir={data}/scene_datasets"]
+    scenes = f"{data}/scene_datasets"
+    return {"habitat.dataset.data_path": path, "habitat.dataset.scenes_dir": scenes}
 
 
 def ours(encoder, steps, data, scene, folder, more):
     """Run ver_ppo.py. Returns (time, steps so far) from the end of each update."""
-    command = [sys.executable, str(ROOT / "ver_ppo.py"), "--encoder", encoder, "--simulator", "habitat", "--device", "cpu"]
-    command += "--num-envs 4 --num-steps 32 --image-size 128 --hidden-size 512 --eval-episodes 0".split()
-    command += ["--total-timesteps", str(steps), "--runs-dir", str(folder), *more]
-    command += ["--habitat-overrides", *habitat_overrides(data, scene)]
-    subprocess.run(command, check=True, env=os.environ | QUIET, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    arguments = f"--env-id pointnav --encoder {encoder} --device cpu --num-envs 4 --num-steps 32"
+    arguments += f" --hidden-size 512 --eval-episodes 0 --total-timesteps {steps}"
+    command = [sys.executable, str(ROOT / "ver_ppo.py"), *arguments.split(), *more]
+    command += ["--runs-dir", str(folder), "--env-kwargs", "simulator=habitat", "image_size=128"]
+    command += [f"{key}={value}" for key, value in data_settings(data, scene).items()]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    subprocess.run(command, check=True, env=os.environ | QUIET, **quiet)
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     (run,) = folder.iterdir()
-    return [(event.wall_time, event.step) for event in EventAccumulator(str(run)).Reload().Scalars("charts/learning_rate")]
+    updates = EventAccumulator(str(run)).Reload().Scalars("charts/learning_rate")
+    return [(update.wall_time, update.step) for update in updates]
 
 
 def baselines(encoder, steps, data, scene, folder, more):
-    """Run habitat-baselines' VER trainer. Returns the same, from the lines that it logs every ten updates."""
-    command = [sys.executable, "-u", "-m", "habitat_baselines.run", "--config-name=pointnav/ppo_pointnav_example.yaml"]
+    """Run habitat-baselines' VER trainer. Returns the same, from the lines that it logs every ten
+    updates."""
     settings = {
         "trainer_name": "ver",
         "num_environments": 4,
@@ -64,46 +70,72 @@ def baselines(encoder, steps, data, scene, folder, more):
         "video_dir": folder / "video",
         "log_file": folder / "log",
     }
-    command += [f"habitat_baselines.{name}={value}" for name, value in settings.items()] + [f"hydra.run.dir={folder}"]
-    command += ["habitat.simulator.habitat_sim_v0.gpu_device_id=-1", f"~{SENSORS}.rgb_sensor"]
-    command += [f"{SENSORS}.depth_sensor.{side}=128" for side in ("width", "height")] + habitat_overrides(data, scene)
-    run = subprocess.run([*command, *more], check=True, env=os.environ | QUIET, capture_output=True, text=True)
+    settings = {f"habitat_baselines.{name}": value for name, value in settings.items()}
+    settings["hydra.run.dir"] = folder
+    settings["habitat.simulator.habitat_sim_v0.gpu_device_id"] = -1
+    for side in ("width", "height"):
+        settings[f"{SENSORS}.depth_sensor.{side}"] = 128
+    for key, value in data_settings(data, scene).items():
+        settings[key] = f"'{value}'"  # Hydra reads braces only in quotes
+    command = [sys.executable, "-u", "-m", "habitat_baselines.run"]
+    command += ["--config-name=pointnav/ppo_pointnav_example.yaml", f"~{SENSORS}.rgb_sensor"]
+    command += [f"{key}={value}" for key, value in settings.items()]
+    pipes = {"capture_output": True, "text": True}
+    run = subprocess.run([*command, *more], check=True, env=os.environ | QUIET, **pipes)
     line = re.compile(r"^(\S+ \S+),(\d+) update: .*frames: (\d+)", re.M)
-    return [
-        (datetime.fromisoformat(day).timestamp() + int(ms) / 1000, int(frames))
-        for day, ms, frames in line.findall(run.stdout + run.stderr)
-    ]
+    marks = []
+    for day, ms, frames in line.findall(run.stdout + run.stderr):
+        marks.append((datetime.fromisoformat(day).timestamp() + int(ms) / 1000, int(frames)))
+    return marks
 
 
 def speed(marks):
     """Steps per second after the first third of the run."""
-    marks = [mark for mark in marks if mark[1] >= marks[-1][1] / 3]
-    return (marks[-1][1] - marks[0][1]) / (marks[-1][0] - marks[0][0])
+    _, last_step = marks[-1]
+    marks = [(at, step) for at, step in marks if step >= last_step / 3]
+    (began_at, first), *_, (ended_at, last) = marks
+    return (last - first) / (ended_at - began_at)
+
+
+TRAINERS = {
+    "baselines": (baselines, []),
+    "default": (ours, []),
+    "one worker": (ours, ONE),
+    "one worker, overlap": (ours, [*ONE, "--overlap"]),
+}
+
+
+def measure(encoder, name, options):
+    """Steps per second of one run."""
+    trainer, more = TRAINERS[name]
+    steps = options.steps if encoder == "cnn" else options.steps // 3
+    began_at = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        marks = trainer(encoder, steps, options.data, options.scene, Path(folder), more)
+    sec = time.perf_counter() - began_at
+    print(f"{encoder} {name}: {speed(marks):.0f} steps/s ({sec:.0f} s)", flush=True)
+    return speed(marks)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", required=True)
     parser.add_argument("--scene", default="rooms_s")
-    parser.add_argument("--encoders", nargs="+", default=["cnn", "resnet18"])
+    parser.add_argument("--encoders", nargs="+", choices=POLICIES, default=list(POLICIES))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=12_000)
-    parser.add_argument("--trainers", nargs="+", default=["baselines", "default", "one worker", "one worker, overlap"])
+    parser.add_argument("--trainers", nargs="+", choices=TRAINERS, default=list(TRAINERS))
     options = parser.parse_args()
-    trainers = {"baselines": (baselines, []), "default": (ours, [])}
-    trainers |= {"one worker": (ours, ONE), "one worker, overlap": (ours, [*ONE, "--overlap"])}
     speeds = {}
-    for round_ in range(options.rounds):
+    for _ in range(options.rounds):
         for encoder in options.encoders:
             for name in options.trainers:
-                with tempfile.TemporaryDirectory() as folder:
-                    began = time.perf_counter()
-                    steps = options.steps if encoder == "cnn" else options.steps // 3
-                    trainer, more = trainers[name]
-                    marks = trainer(encoder, steps, options.data, options.scene, Path(folder), more)
-                speeds.setdefault((encoder, name), []).append(speed(marks))
-                print(f"{encoder} {name}: {speed(marks):.0f} steps/s ({time.perf_counter() - began:.0f} s)", flush=True)
+                speeds.setdefault((encoder, name), []).append(measure(encoder, name, options))
     for (encoder, name), values in speeds.items():
-        ratios = [value / base for value, base in zip(values, speeds.get((encoder, "baselines"), values))]
-        spread = f"{median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f}) times habitat-baselines"
-        print(f"{encoder} {name}: {median(values):.0f} ({min(values):.0f}-{max(values):.0f}) steps/s, {spread}")
+        theirs = speeds.get((encoder, "baselines"), values)
+        ratios = [value / base for value, base in zip(values, theirs)]
+        rate = f"{median(values):.0f} ({min(values):.0f}-{max(values):.0f}) steps/s"
+        spread = f"{median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
+        print(f"{encoder} {name}: {rate}, {spread} times habitat-baselines")

@@ -1,9 +1,11 @@
-"""habitat-baselines' VER and DD-PPO as peers of peers.py, which starts this where habitat-baselines can be imported.
+"""habitat-baselines' VER and DD-PPO as peers of peers.py, which starts this where habitat-baselines
+can be imported.
 
-Trainers, storages, workers and PPO are its own. The environment enters through habitat-lab's GymRegistryEnv
-and old gym, the network through the registry of policies: the encoders of peers.py, an embedding of the previous action,
-and habitat-baselines' LSTM, action head and value head. This module is imported in every worker process (fork server): that
-is how they know policy, environment and data set.
+Trainers, storages, workers and PPO are its own. The environment enters through habitat-lab's
+GymRegistryEnv and old gym, the network through the registry of policies: the encoders of peers.py,
+an embedding of the previous action, and habitat-baselines' LSTM, action head and value head. This
+module is imported in every worker process (fork server): that is how they know policy, environment
+and data set.
 """
 
 import os
@@ -13,7 +15,8 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-os.environ["PYTHONPATH"] = os.pathsep.join([sys.path[0], os.environ.get("PYTHONPATH", "")])  # for the fork server
+# for the fork server
+os.environ["PYTHONPATH"] = os.pathsep.join([sys.path[0], os.environ.get("PYTHONPATH", "")])
 
 import gym  # noqa: E402  the old one, which habitat-lab is made for
 import numpy as np  # noqa: E402
@@ -48,7 +51,10 @@ habitat_baselines:
   rl:
     policy: {main_agent: {name: PeersPolicy}}
     preemption: {save_resume_state_interval: 1000000}
-    ver: {variable_experience: True, num_inference_workers: %(inference_workers)d, overlap_rollouts_and_learn: False}
+    ver:
+      variable_experience: True
+      num_inference_workers: %(inference_workers)d
+      overlap_rollouts_and_learn: False
     ppo:
       clip_param: 0.2
       ppo_epoch: %(epochs)d
@@ -68,7 +74,12 @@ habitat_baselines:
       use_normalized_advantage: False
       hidden_size: %(hidden)d
       use_double_buffered_sampler: %(double_buffered)s
-    ddppo: {distrib_backend: GLOO, backbone: resnet18, rnn_type: LSTM, num_recurrent_layers: 1, train_encoder: True}
+    ddppo:
+      distrib_backend: GLOO
+      backbone: resnet18
+      rnn_type: LSTM
+      num_recurrent_layers: 1
+      train_encoder: True
 """
 
 
@@ -87,16 +98,20 @@ class OldGymEnv(gym.Env):
     metadata = {"render_modes": []}
 
     def __init__(self):
-        self.env, self.next_seed = peers.make_env(), None
-        self.observation_space, self.action_space = old_space(self.env.observation_space), old_space(self.env.action_space)
+        self.env = peers.make_env()
+        self.next_seed = None
+        self.observation_space = old_space(self.env.observation_space)
+        self.action_space = old_space(self.env.action_space)
 
     def seed(self, seed=None):
         self.next_seed = seed
         return [seed]
 
     def reset(self, **_):
-        seed, self.next_seed = self.next_seed, None
-        return self.env.reset(seed=seed)[0]
+        seed = self.next_seed
+        self.next_seed = None
+        observation, _ = self.env.reset(seed=seed)
+        return observation
 
     def step(self, action):
         obs, reward, terminated, truncated, info = self.env.step(action)
@@ -116,7 +131,8 @@ class NoDataset(Dataset):
 
     @classmethod
     def get_scenes_to_load(cls, config):
-        return [f"plan{i}" for i in range(peers.NUM_ENVS)]  # one name for each environment, else habitat warns
+        # one name for each environment, else habitat warns
+        return [f"plan{i}" for i in range(peers.NUM_ENVS)]
 
 
 class PeersNet(Net):
@@ -127,19 +143,25 @@ class PeersNet(Net):
         self.encoder = peers.ObservationEncoder(observation_space)
         self.prev_action_embedding = nn.Embedding(action_space.n + 1, 32)
         in_features = self.encoder.out_features + 32
-        self.state_encoder = build_rnn_state_encoder(in_features, hidden_size, rnn_type="LSTM", num_layers=1)
+        lstm = {"rnn_type": "LSTM", "num_layers": 1}
+        self.state_encoder = build_rnn_state_encoder(in_features, hidden_size, **lstm)
         self.hidden_size = hidden_size
         self.train()
 
     is_blind = False
-    output_size = recurrent_hidden_size = perception_embedding_size = property(lambda self: self.hidden_size)
+    output_size = property(lambda self: self.hidden_size)
+    recurrent_hidden_size = property(lambda self: self.hidden_size)
+    perception_embedding_size = property(lambda self: self.hidden_size)
     num_recurrent_layers = property(lambda self: self.state_encoder.num_recurrent_layers)
 
-    def forward(self, observations, rnn_hidden_states, prev_actions, masks, rnn_build_seq_info=None):
+    def forward(
+        self, observations, rnn_hidden_states, prev_actions, masks, rnn_build_seq_info=None
+    ):
         prev_actions = prev_actions.squeeze(-1)
         tokens = torch.where(masks.view(-1), prev_actions + 1, torch.zeros_like(prev_actions))
         x = torch.cat([self.encoder(observations), self.prev_action_embedding(tokens)], dim=1)
-        x, rnn_hidden_states = self.state_encoder(x, rnn_hidden_states, masks, rnn_build_seq_info)
+        inputs = rnn_hidden_states, masks, rnn_build_seq_info
+        x, rnn_hidden_states = self.state_encoder(x, *inputs)
         return x, rnn_hidden_states, {"rnn_output": x}
 
 
@@ -151,31 +173,46 @@ class PeersPolicy(NetPolicy):
     def from_config(cls, config, observation_space, action_space, **_):
         settings = config.habitat_baselines.rl
         net = PeersNet(observation_space, action_space, settings.ppo.hidden_size)
-        return cls(net, action_space, policy_config=settings.policy.main_agent, aux_loss_config=settings.auxiliary_losses)
+        configs = {
+            "policy_config": settings.policy.main_agent,
+            "aux_loss_config": settings.auxiliary_losses,
+        }
+        return cls(net, action_space, **configs)
 
 
 def train(steps, folder, trainer, threads, inference_workers=1, double_buffered=False):
-    """Run the trainer as habitat_baselines.run does; returns (environment steps so far, time) at each update's end."""
+    """Run the trainer as habitat_baselines.run does; returns (environment steps so far, time) at
+    each update's end."""
     from habitat_baselines.config.default import get_config
     from habitat_baselines.rl.ppo.ppo_trainer import PPOTrainer
     from habitat_baselines.rl.ver.ver_rollout_storage import VERRolloutStorage
     from habitat_baselines.rl.ver.ver_trainer import VERTrainer
 
     text = CONFIG % {
-        "trainer": trainer, "steps": steps, "num_envs": peers.NUM_ENVS, "num_steps": peers.NUM_STEPS, "epochs": peers.EPOCHS,
-        "minibatches": peers.MINIBATCHES, "hidden": peers.HIDDEN, "lr": peers.LEARNING_RATE,
-        "inference_workers": inference_workers, "double_buffered": double_buffered,
-    }  # fmt: skip
+        "trainer": trainer,
+        "steps": steps,
+        "num_envs": peers.NUM_ENVS,
+        "num_steps": peers.NUM_STEPS,
+        "epochs": peers.EPOCHS,
+        "minibatches": peers.MINIBATCHES,
+        "hidden": peers.HIDDEN,
+        "lr": peers.LEARNING_RATE,
+        "inference_workers": inference_workers,
+        "double_buffered": double_buffered,
+    }
     Path(folder, "peers_config.yaml").write_text(text)
     config = get_config("peers_config.yaml", [], folder)
     random.seed(config.habitat.seed)
     np.random.seed(config.habitat.seed)
     torch.manual_seed(config.habitat.seed)
     torch.set_num_threads(threads)
-    torch.multiprocessing.get_context("forkserver").set_forkserver_preload(["peer_habitat"])  # one import for all workers
-    marks, collected = [], [0]
+    # one import for all workers
+    torch.multiprocessing.get_context("forkserver").set_forkserver_preload(["peer_habitat"])
+    marks = []
+    collected = [0]
     cls = {"ver": VERTrainer, "ddppo": PPOTrainer}[trainer]
-    after_rollout, update_agent = VERRolloutStorage.after_rollout, cls._update_agent
+    after_rollout = VERRolloutStorage.after_rollout
+    update_agent = cls._update_agent
 
     def count(rollouts):  # called by VER's main process at the end of each rollout
         collected[0] += int(rollouts.num_steps_collected.item())
@@ -183,10 +220,12 @@ def train(steps, folder, trainer, threads, inference_workers=1, double_buffered=
 
     def mark(self):
         collected[0] += peers.ROLLOUT_STEPS * (trainer == "ddppo")
-        steps, losses = collected[0], update_agent(self)
+        steps = collected[0]
+        losses = update_agent(self)
         marks.append((steps, time.perf_counter()))
         return losses
 
-    VERRolloutStorage.after_rollout, cls._update_agent = count, mark
+    VERRolloutStorage.after_rollout = count
+    cls._update_agent = mark
     baseline_registry.get_trainer(trainer)(config).train()
     return marks

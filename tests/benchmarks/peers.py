@@ -1,23 +1,31 @@
-"""How fast ver_ppo.py trains next to other trainers of recurrent PPO: environment steps per second, collecting and learning.
+"""How fast ver_ppo.py trains next to other trainers of recurrent PPO: environment steps per second,
+collecting and learning.
 
-    python tests/benchmarks/peers.py --sample-factory-python SF/bin/python --sb3-python SB3/bin/python --rounds 3
+    python tests/benchmarks/peers.py --sample-factory-python SF/bin/python \\
+        --sb3-python SB3/bin/python --rounds 3
 
-The peers are Sample Factory (APPO, asynchronous), RecurrentPPO of sb3-contrib, and, where it can be imported, the trainers
-of habitat-baselines (VER, and DD-PPO with double-buffered sampling; see peer_habitat.py). All pin packages, so each lives
-in a virtual environment of its own (leave one out and it is not measured):
+The peers are Sample Factory (APPO, asynchronous), RecurrentPPO of sb3-contrib, and, where it can be
+imported, the trainers of habitat-baselines (VER, and DD-PPO with double-buffered sampling; see
+peer_habitat.py). All pin packages, so each lives in a virtual environment of its own (leave one out
+and it is not measured):
 
-    python -m venv SF;  SF/bin/pip install torch==2.13.0;  SF/bin/pip install sample-factory==2.1.1 tyro tqdm
-    python -m venv SB3; SB3/bin/pip install torch==2.13.0; SB3/bin/pip install sb3-contrib==2.9.2 tyro tqdm
+    python -m venv SF;  SF/bin/pip install torch==2.13.0
+    SF/bin/pip install sample-factory==2.1.1 tyro tqdm
+    python -m venv SB3; SB3/bin/pip install torch==2.13.0
+    SB3/bin/pip install sb3-contrib==2.9.2 tyro tqdm
 
-The same for all: environment class (PointNavSteady below), 16 environments, learning from 2048 steps in two epochs of two
-mini-batches, Adam, the modules that encode the observation, an LSTM of 128, CPU. The learning rate is close to 0, so that
-everybody plays the uniform policy until the end. What differs: ver_ppo.py also reads the previous action (an LSTM input of
-224 numbers instead of 192); Sample Factory learns while it collects, from experience of older policies, and its
-trajectories of 32 steps are shorter than the others' 128; RecurrentPPO sends no gradient of the value into the LSTM.
+The same for all: environment class (PointNavSteady below), 16 environments, learning from 2048
+steps in two epochs of two mini-batches, Adam, the modules that encode the observation, an LSTM of
+128, CPU. The learning rate is close to 0, so that all play the uniform policy until the end. What
+differs: ver_ppo.py also reads the previous action (an LSTM input of 224 numbers instead of 192);
+Sample Factory learns while it collects, from experience of older policies, and its trajectories of
+32 steps are shorter than the others' 128; RecurrentPPO sends no gradient of the value into the
+LSTM.
 
-Each run is a process of its own, one at a time, trainers by turns; its rate counts from the end of the third rollout to
-the end of the last. Peers run the first of their VARIANTS; with --all-variants all, and the one with the best median
-counts. Run by hand on an idle machine (a busy core stalls the threads of torch); prints one line for each run, then JSON.
+Each run is a process of its own, one at a time, trainers by turns; its rate counts from the end of
+the third rollout to the end of the last. Peers run the first of their VARIANTS; with --all-variants
+all, and the one with the best median counts. Run by hand on an idle machine (a busy core stalls the
+threads of torch); prints one line for each run, then JSON.
 """
 
 import argparse
@@ -30,6 +38,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import fields
 from importlib.metadata import version
 from pathlib import Path
 
@@ -38,18 +47,33 @@ import numpy as np
 import torch
 from torch import nn
 
-sys.path.insert(0, os.environ.get("SCRIPT_FOLDER", str(Path(__file__).resolve().parents[2])))  # throughput.py sets it
+ROOT = str(Path(__file__).resolve().parents[2])
+sys.path.insert(0, os.environ.get("SCRIPT_FOLDER", ROOT))  # throughput.py sets it
 import ver_ppo  # noqa: E402
 
-# a version to compare with has the simulator in the script
-pointnav = ver_ppo if hasattr(ver_ppo, "PointNav") else importlib.import_module("notebooks.pointnav")
+# a version to compare with, whose options and modules have other names
+EARLIER = "sim_latency" in {field.name for field in fields(ver_ppo.Options)}
+pointnav = importlib.import_module(
+    "notebooks.pointnav" if EARLIER else "notebooks.environments.pointnav"
+)
 
-NUM_ENVS, NUM_STEPS, MINIBATCHES, EPOCHS, HIDDEN, LEARNING_RATE = 16, 128, 2, 2, 128, 1e-6
-ROLLOUT_STEPS, WARM_UP_ROLLOUTS = NUM_ENVS * NUM_STEPS, 3
+NUM_ENVS = 16
+NUM_STEPS = 128
+MINIBATCHES = 2
+EPOCHS = 2
+HIDDEN = 128
+LEARNING_RATE = 1e-6
+ROLLOUT_STEPS = NUM_ENVS * NUM_STEPS
+WARM_UP_ROLLOUTS = 3
 ENV_ID = "PointNavSteady-v0"
+LATENCY_SPREAD = 0.8  # sigma of a simulator's emulated time
 
 VARIANTS = {  # keyword arguments of the functions train_... below
-    "ver": {"default": {}, "overlap": {"overlap": True}, "overlap-inline": {"overlap": True, "num_workers": 0}},
+    "ver": {
+        "default": {},
+        "overlap": {"overlap": True},
+        "overlap-inline": {"overlap": True, "num_workers": 0},
+    },
     "sample_factory": {
         "2x8-rollout32": {"num_workers": 2, "num_envs_per_worker": 8, "rollout": 32},
         "4x4-rollout32": {"num_workers": 4, "num_envs_per_worker": 4, "rollout": 32},
@@ -57,18 +81,20 @@ VARIANTS = {  # keyword arguments of the functions train_... below
         "4x4-rollout128": {"num_workers": 4, "num_envs_per_worker": 4, "rollout": 128},
     },
     "sb3": {  # one thread leaves the other core to the environments' processes, two learn faster
-        f"{place}-{threads}thread": {"processes": place == "subproc", "threads": threads}
-        for place in ("dummy", "subproc") for threads in (2, 1)
+        "dummy-2thread": {"processes": False, "threads": 2},
+        "dummy-1thread": {"processes": False, "threads": 1},
+        "subproc-2thread": {"processes": True, "threads": 2},
+        "subproc-1thread": {"processes": True, "threads": 1},
     },
     "habitat_ver": {
         "1-inference-worker": {"trainer": "ver", "threads": 1, "inference_workers": 1},
         "2-inference-workers": {"trainer": "ver", "threads": 2, "inference_workers": 2},
     },
     "habitat_ddppo": {
-        f"double-buffered-{threads}thread": {"trainer": "ddppo", "threads": threads, "double_buffered": True}
-        for threads in (1, 2)
+        "double-buffered-1thread": {"trainer": "ddppo", "threads": 1, "double_buffered": True},
+        "double-buffered-2thread": {"trainer": "ddppo", "threads": 2, "double_buffered": True},
     },
-}  # fmt: skip
+}
 PACKAGES = {
     "ver": [],
     "sample_factory": ["sample-factory"],
@@ -81,21 +107,36 @@ PACKAGES = {
 class PointNavSteady(pointnav.PointNav):
     """PointNav that turns left instead of eleven `stop`s out of twelve.
 
-    The uniform policy would end every episode after four steps and the trainers would be compared at resetting; so its
-    episodes last 48 steps on average, as those of a trained agent do.
+    The uniform policy would end every episode after four steps and the trainers would be compared
+    at resetting; so its episodes last 48 steps on average, as those of a trained agent do.
     """
 
     def step(self, action):
         return super().step(2 if action == 0 and self.np_random.random() > 1 / 12 else action)
 
 
-if ENV_ID not in gym.registry:  # this file is imported twice: as the program, and as `peers` by gym.make
+# this file is imported twice: as the program, and as `peers` by gym.make
+if ENV_ID not in gym.registry:
     gym.register(ENV_ID, entry_point="peers:PointNavSteady")
 
 
 def make_env(*_, **__):
-    """The environment just as ver_ppo.make_env makes it, wrappers included. Other trainers' arguments are ignored."""
+    """The environment just as ver_ppo.make_env makes it, wrappers included. Other trainers'
+    arguments are ignored."""
     return gym.make(f"peers:{ENV_ID}", disable_env_checker=True)
+
+
+def make_options(latency_ms=0.0, **settings):
+    """ver_ppo.Options, in the words that this version has for them. With `latency_ms`, steps sleep
+    for so many milliseconds on average."""
+    if EARLIER:
+        settings |= {"sim_latency": latency_ms, "sim_latency_spread": LATENCY_SPREAD}
+        if settings.get("lstm_layers") == 0:
+            settings |= {"recurrent": False, "lstm_layers": 1}
+    elif latency_ms:
+        arguments = f"mean_ms={latency_ms}, spread={LATENCY_SPREAD}"
+        settings["wrappers"] = (f"notebooks.extensions.wrappers:Latency({arguments})",)
+    return ver_ppo.Options(**settings)
 
 
 class ObservationEncoder(nn.Module):
@@ -111,23 +152,34 @@ class ObservationEncoder(nn.Module):
         return torch.cat([self.depth(obs), self.goal(obs)], dim=1)
 
 
-# Trainers: train for at least `steps`, return a mark (steps so far, time) from the end of learning from each rollout.
+# Trainers: train for at least `steps`, return a mark (steps so far, time) from the end of learning
+# from each rollout.
 
 
 def train_ver(steps, folder, **options):
     """ver_ppo.train as it is, logging and checkpoint included."""
-    marks, write = [], ver_ppo.Run.write
+    marks = []
+    write = ver_ppo.Run.write
 
     def write_and_mark(run, *update):
         write(run, *update)
         marks.append((run.step, time.perf_counter()))
 
     ver_ppo.Run.write = write_and_mark
-    options = ver_ppo.Options(
-        env_id=f"peers:{ENV_ID}", total_timesteps=steps, device="cpu", runs_dir=folder, eval_episodes=0,
-        num_envs=NUM_ENVS, num_steps=NUM_STEPS, num_minibatches=MINIBATCHES, update_epochs=EPOCHS, hidden_size=HIDDEN,
-        learning_rate=LEARNING_RATE, **options,
-    )  # fmt: skip
+    settings = {
+        "env_id": f"peers:{ENV_ID}",
+        "total_timesteps": steps,
+        "device": "cpu",
+        "runs_dir": folder,
+        "eval_episodes": 0,
+        "num_envs": NUM_ENVS,
+        "num_steps": NUM_STEPS,
+        "num_minibatches": MINIBATCHES,
+        "update_epochs": EPOCHS,
+        "hidden_size": HIDDEN,
+        "learning_rate": LEARNING_RATE,
+    }
+    options = make_options(**settings, **options)
     ver_ppo.train(options)
     return marks
 
@@ -151,7 +203,8 @@ def make_sample_factory_encoder(cfg, obs_space):
 
 
 def make_sample_factory_policy(cfg, obs_space, action_space):
-    """Sample Factory's own model, except that its action distribution starts uniform, as the others' does."""
+    """Sample Factory's own model, except that its action distribution starts uniform, as the
+    others' does."""
     from sample_factory.model.actor_critic import default_make_actor_critic_func
 
     policy = default_make_actor_critic_func(cfg, obs_space, action_space)
@@ -171,20 +224,37 @@ def train_sample_factory(steps, folder, **sampling):
     global_model_factory().register_encoder_factory(make_sample_factory_encoder)
     global_model_factory().register_actor_critic_factory(make_sample_factory_policy)
     settings = {
-        "algo": "APPO", "env": ENV_ID, "train_dir": folder, "experiment": "peers", "device": "cpu",
-        "train_for_env_steps": steps, "async_rl": True, "serial_mode": False, "worker_num_splits": 2, **sampling,
-        "batch_size": ROLLOUT_STEPS // MINIBATCHES, "num_batches_per_epoch": MINIBATCHES, "num_epochs": EPOCHS,
-        "use_rnn": True, "rnn_type": "lstm", "rnn_size": HIDDEN, "recurrence": -1, "policy_initialization": "torch_default",
-        "normalize_input": False, "normalize_returns": False, "learning_rate": LEARNING_RATE,
-    }  # fmt: skip
+        "algo": "APPO",
+        "env": ENV_ID,
+        "train_dir": folder,
+        "experiment": "peers",
+        "device": "cpu",
+        "train_for_env_steps": steps,
+        "async_rl": True,
+        "serial_mode": False,
+        "worker_num_splits": 2,
+        "batch_size": ROLLOUT_STEPS // MINIBATCHES,
+        "num_batches_per_epoch": MINIBATCHES,
+        "num_epochs": EPOCHS,
+        "use_rnn": True,
+        "rnn_type": "lstm",
+        "rnn_size": HIDDEN,
+        "recurrence": -1,
+        "policy_initialization": "torch_default",
+        "normalize_input": False,
+        "normalize_returns": False,
+        "learning_rate": LEARNING_RATE,
+        **sampling,
+    }
     arguments = [f"--{name}={value}" for name, value in settings.items()]
     parser, _ = parse_sf_args(arguments)
     _, runner = make_runner(parse_full_cfg(parser, arguments))
     marks = []
 
     class Marker(AlgoObserver):
-        def on_training_step(self, runner, training_iteration_since_resume):  # an iteration learns from one rollout's worth
-            marks.append((training_iteration_since_resume * ROLLOUT_STEPS, time.perf_counter()))
+        def on_training_step(self, runner, training_iteration_since_resume):
+            steps = training_iteration_since_resume * ROLLOUT_STEPS  # each learns from a rollout's
+            marks.append((steps, time.perf_counter()))
 
     runner.register_observer(Marker())
     if runner.init() or runner.run():
@@ -219,15 +289,29 @@ def train_sb3(steps, folder, processes, threads):
         def _on_step(self):
             return True
 
-        _on_rollout_start = _on_training_end = mark  # a rollout starts where the learning from the one before has ended
+        _on_rollout_start = mark  # a rollout starts where the learning from the one before ends
+        _on_training_end = mark
 
-    vec_env = (SubprocVecEnv if processes else DummyVecEnv)([make_env] * NUM_ENVS)
-    policy = {"features_extractor_class": Extractor, "net_arch": [], "lstm_hidden_size": HIDDEN,
-              "shared_lstm": True, "enable_critic_lstm": False}  # fmt: skip
+    kind = SubprocVecEnv if processes else DummyVecEnv
+    vec_env = kind([make_env] * NUM_ENVS)
+    policy = {
+        "features_extractor_class": Extractor,
+        "net_arch": [],
+        "lstm_hidden_size": HIDDEN,
+        "shared_lstm": True,
+        "enable_critic_lstm": False,
+    }
     model = RecurrentPPO(
-        "MultiInputLstmPolicy", vec_env, learning_rate=LEARNING_RATE, n_steps=NUM_STEPS,
-        batch_size=ROLLOUT_STEPS // MINIBATCHES, n_epochs=EPOCHS, policy_kwargs=policy, seed=1, device="cpu",
-    )  # fmt: skip
+        "MultiInputLstmPolicy",
+        vec_env,
+        learning_rate=LEARNING_RATE,
+        n_steps=NUM_STEPS,
+        batch_size=ROLLOUT_STEPS // MINIBATCHES,
+        n_epochs=EPOCHS,
+        policy_kwargs=policy,
+        seed=1,
+        device="cpu",
+    )
     model.learn(steps, callback=Marker())
     vec_env.close()
     return marks
@@ -239,22 +323,39 @@ def train_habitat(steps, folder, **settings):
 
 
 def measure(trainer, variant, steps):
-    """In the trainer's own process and working directory: train, and print the result as one line of JSON."""
+    """In the trainer's own process and working directory: train, and print the result as one line
+    of JSON."""
     trainers = {"ver": train_ver, "sample_factory": train_sample_factory, "sb3": train_sb3}
-    marks = trainers.get(trainer, train_habitat)(steps, os.getcwd(), **VARIANTS[trainer][variant])
-    (first_step, began), (last_step, ended) = marks[WARM_UP_ROLLOUTS - 1], marks[-1]
-    versions = {name: version(name) for name in ("torch", "gymnasium", "numpy", *PACKAGES[trainer])}
-    rate = (last_step - first_step) / (ended - began)
-    print("\n" + json.dumps({"trainer": trainer, "variant": variant, "sps": rate, "steps": last_step, "versions": versions}))
+    train = trainers.get(trainer, train_habitat)
+    marks = train(steps, os.getcwd(), **VARIANTS[trainer][variant])
+    first_step, began_at = marks[WARM_UP_ROLLOUTS - 1]
+    last_step, ended_at = marks[-1]
+    packages = ("torch", "gymnasium", "numpy", *PACKAGES[trainer])
+    result = {
+        "trainer": trainer,
+        "variant": variant,
+        "sps": (last_step - first_step) / (ended_at - began_at),
+        "steps": last_step,
+        "versions": {name: version(name) for name in packages},
+    }
+    print("\n" + json.dumps(result))
+
+
+def start_apart(command, folder, output):
+    """Start a command in this folder, as a process group of its own."""
+    pipes = {"stdout": output, "stderr": subprocess.STDOUT}
+    return subprocess.Popen(command, start_new_session=True, cwd=folder, **pipes)
 
 
 def run_apart(command, timeout_sec):
-    """Run a command in a folder and a process group of its own and return the JSON of the last line that it printed.
+    """Run a command in a folder and a process group of its own and return the JSON of the last line
+    that it printed.
 
-    Raises RuntimeError, with the end of its output, if it fails, prints no JSON or outlives `timeout_sec`.
+    Raises RuntimeError, with the end of its output, if it fails, prints no JSON or outlives
+    `timeout_sec`.
     """
     with tempfile.TemporaryDirectory() as folder, open(Path(folder) / "output", "w+") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, cwd=folder)
+        process = start_apart(command, folder, output)
         try:
             status = process.wait(timeout_sec)
         except subprocess.TimeoutExpired:
@@ -271,57 +372,88 @@ def run_apart(command, timeout_sec):
 
 
 def kill_group(process):
-    """End a process and its group: a trainer that fails or hangs leaves its worker processes behind, which are in it."""
+    """End a process and its group: a trainer that fails or hangs leaves its worker processes
+    behind, which are in it."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def start(python, trainer, variant, args):
-    """Run one trainer in a subprocess and return its result. Raises RuntimeError if it fails or outlives --timeout."""
+    """Run one trainer in a subprocess and return its result. Raises RuntimeError if it fails or
+    outlives --timeout."""
     command = [python, str(Path(__file__).resolve()), "--trainer", trainer, "--variant", variant]
-    return run_apart([*command, "--total-timesteps", str(args.total_timesteps)], args.timeout)
+    command += ["--total-timesteps", str(args.total_timesteps)]
+    return run_apart(command, args.timeout)
+
+
+def list_runs(args):
+    """(Python, trainer, variant) of every run of a round."""
+    pythons = {
+        "ver": sys.executable,
+        "sample_factory": args.sample_factory_python,
+        "sb3": args.sb3_python,
+        "habitat_ver": args.habitat_python,
+        "habitat_ddppo": args.habitat_python,
+    }
+    runs = []
+    for trainer, python in pythons.items():
+        variants = list(VARIANTS[trainer])
+        if trainer != "ver" and not args.all_variants:
+            variants = variants[:1]
+        if python:
+            runs += [(python, trainer, variant) for variant in variants]
+    return runs
 
 
 def compare(args):
-    """Interleaved rounds of all trainers; returns every run's result, and the ratios of our variants to each peer's best."""
-    pythons = {"ver": sys.executable, "sample_factory": args.sample_factory_python, "sb3": args.sb3_python}
-    pythons |= {"habitat_ver": args.habitat_python, "habitat_ddppo": args.habitat_python}
-    counted = {trainer: len(VARIANTS[trainer]) if args.all_variants or trainer == "ver" else 1 for trainer in VARIANTS}
-    runs = [(t, v) for t in VARIANTS if pythons[t] for v in list(VARIANTS[t])[: counted[t]]]
-    sps, results = {run: [] for run in runs}, []
-    for round_number in range(args.rounds):
-        for trainer, variant in runs:
-            result = start(pythons[trainer], trainer, variant, args)
+    """Interleaved rounds of all trainers; returns every run's result, and the ratios of our
+    variants to each peer's best."""
+    results = []
+    sps = {}
+    for number in range(1, args.rounds + 1):
+        for python, trainer, variant in list_runs(args):
+            result = start(python, trainer, variant, args)
             results.append(result)
-            sps[trainer, variant].append(result["sps"])
-            print(f"round {round_number + 1}: {trainer} {variant}: {result['sps']:.0f} steps/s", flush=True)
+            sps.setdefault((trainer, variant), []).append(result["sps"])
+            print(f"round {number}: {trainer} {variant}: {result['sps']:.0f} steps/s", flush=True)
     summary = []
-    for peer in dict.fromkeys(trainer for trainer, _ in runs if trainer != "ver"):
-        best = max((run for run in runs if run[0] == peer), key=lambda run: np.median(sps[run]))
+    for peer in dict.fromkeys(trainer for trainer, _ in sps if trainer != "ver"):
+        best = max((run for run in sps if run[0] == peer), key=lambda run: np.median(sps[run]))
         for ours in VARIANTS["ver"]:
-            ratios = [our_sps / peer_sps for our_sps, peer_sps in zip(sps["ver", ours], sps[best])]
-            summary.append({"ver": ours, "peer": peer, "variant": best[1], "ratios": ratios, "median": np.median(ratios)})
-            print(f"ver {ours} / {peer} {best[1]}: median {np.median(ratios):.2f}, {min(ratios):.2f} to {max(ratios):.2f}")
-    return {"steps": args.total_timesteps, "cores": os.cpu_count(), "ratios": summary, "runs": results}
+            ratios = [our_sps / its_sps for our_sps, its_sps in zip(sps["ver", ours], sps[best])]
+            found = {"ver": ours, "peer": peer, "variant": best[1], "ratios": ratios}
+            summary.append(found | {"median": np.median(ratios)})
+            spread = f"{np.median(ratios):.2f}, {min(ratios):.2f} to {max(ratios):.2f}"
+            print(f"ver {ours} / {peer} {best[1]}: median {spread}")
+    cores = os.cpu_count()
+    return {"steps": args.total_timesteps, "cores": cores, "ratios": summary, "runs": results}
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sample-factory-python", type=os.path.abspath, help="Python of its virtual environment")
-    parser.add_argument("--sb3-python", type=os.path.abspath, help="Python of its virtual environment")
-    parser.add_argument("--habitat-python", type=os.path.abspath, help="Python that can import habitat_baselines")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    own = "Python of its virtual environment"
+    baselines = "Python that can import habitat_baselines"
+    parser.add_argument("--sample-factory-python", type=os.path.abspath, help=own)
+    parser.add_argument("--sb3-python", type=os.path.abspath, help=own)
+    parser.add_argument("--habitat-python", type=os.path.abspath, help=baselines)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--total-timesteps", type=int, default=100_000, help="of each run")
-    parser.add_argument("--timeout", type=float, default=900.0, help="seconds after which a run is given up")
-    parser.add_argument("--all-variants", action="store_true", help="try all variants of the peers and keep the best")
+    given_up = "seconds after which a run is given up"
+    parser.add_argument("--timeout", type=float, default=900.0, help=given_up)
+    best = "try all variants of the peers and keep the best"
+    parser.add_argument("--all-variants", action="store_true", help=best)
     parser.add_argument("--trainer", choices=VARIANTS, help=argparse.SUPPRESS)
     parser.add_argument("--variant", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.total_timesteps <= WARM_UP_ROLLOUTS * ROLLOUT_STEPS:
-        parser.error(f"--total-timesteps must exceed the warm-up of {WARM_UP_ROLLOUTS * ROLLOUT_STEPS}")
+    warm_up = WARM_UP_ROLLOUTS * ROLLOUT_STEPS
+    if arguments.total_timesteps <= warm_up:
+        parser.error(f"--total-timesteps must exceed the warm-up of {warm_up}")
     if arguments.trainer:
         measure(arguments.trainer, arguments.variant, arguments.total_timesteps)
     else:
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as by Ctrl-C: no trainer is left behind
+        # ends as by Ctrl-C: no trainer is left behind
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
         print(json.dumps(compare(arguments)))

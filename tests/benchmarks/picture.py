@@ -1,6 +1,7 @@
-"""Draw what a run learned, from its TensorBoard events: the distance to the goal, and success and SPL, against steps.
+"""Draw what a run learned, from its TensorBoard events: the distance to the goal, and success and
+SPL, against steps.
 
-python tests/benchmarks/picture.py RUN_FOLDER --title Habitat --out notebooks/pictures/habitat.png
+    python tests/benchmarks/picture.py RUN_FOLDER --title Habitat --out habitat.png
 """
 
 import argparse
@@ -17,7 +18,9 @@ def draw_curves(folder, out, title):
     for axis, names in zip(axes, (("distance_to_goal",), ("success", "spl"))):
         for name in names:
             points = events.Scalars(f"metrics/{name}")
-            axis.plot([p.step / 1e6 for p in points], [p.value for p in points], lw=1.2, label=name.replace("_", " "))
+            steps = [point.step / 1e6 for point in points]
+            values = [point.value for point in points]
+            axis.plot(steps, values, lw=1.2, label=name.replace("_", " "))
         axis.set(xlabel="million steps", ylim=(0, None))
         axis.grid(alpha=0.3)
         axis.legend()
@@ -28,7 +31,9 @@ def draw_curves(folder, out, title):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder")
     parser.add_argument("--out", required=True)
     parser.add_argument("--title", default="")

@@ -1,12 +1,14 @@
-"""Chained skills, with and without a base that moves, and navigation that nobody asked for (VER section 6).
+"""Chained skills, with and without a base that moves, and emergent navigation (VER section 6).
 
-    python tests/benchmarks/rearrange.py train --folder F                    four skills, three seeds each; half an hour
-    python tests/benchmarks/rearrange.py chain --folder F --navigate FILE    FILE: checkpoint.pt of a run of `pointnav`
-    python tests/benchmarks/rearrange.py table                               prints the tables of notebooks/README.md
-    python tests/benchmarks/rearrange.py picture                             draws notebooks/pictures/chain.png
+    python tests/benchmarks/rearrange.py train --folder F
+    python tests/benchmarks/rearrange.py chain --folder F --navigate FILE
+    python tests/benchmarks/rearrange.py table      prints the tables of the manual
+    python tests/benchmarks/rearrange.py picture    draws notebooks/pictures/chain.png
 
-Every skill is trained by the command in COMMAND. Seeds are chained with their like, and the same PointNav agent, in unseen
-flats. What comes out is kept in notebooks/results/rearrange.json, which notebook 8 draws.
+`train`: four skills, three seeds each, by the command in COMMAND; half an hour. FILE is the
+checkpoint.pt of a run of `pointnav`. Seeds are chained with their like, and the same PointNav
+agent, in unseen flats. What comes out is kept in notebooks/results/rearrange.json, which notebook 8
+draws.
 """
 
 import argparse
@@ -19,12 +21,13 @@ from pathlib import Path
 import matplotlib
 import matplotlib.pyplot as plt
 import numpy as np
-from results import ROOT, draw, dump, machine, run_command
+from results import ROOT, draw, dump, machine, play, run_command
 
-from notebooks import chain
-from notebooks.rearrange import STARTS_M
+from notebooks.environments.rearrange import STARTS_M
+from notebooks.extensions import chain
 
-COMMAND = "python ver_ppo.py --env-id notebooks.rearrange:{}-v0 --target-entropy 0 --ent-coef 1e-3 --total-timesteps 300000"
+COMMAND = "python ver_ppo.py --env-id notebooks.environments.rearrange:{}-v0"
+COMMAND += " --target-entropy 0 --ent-coef 1e-3 --total-timesteps {}"
 SKILLS = "Pick", "Place", "PickArm", "PlaceArm"
 FAR_M = (0.5, 1.0), (1.0, 2.0), (2.0, 3.0), (3.0, 4.0), (4.0, 6.0), (6.0, 9.0)
 CHAINS = {"with base": "", "arm alone": "Arm", "with base, no Navigate": ""}
@@ -33,13 +36,17 @@ FILE = draw.RESULTS / "rearrange.json"
 
 def train_all(args):
     """Every skill from every seed; what is there already is not trained again."""
-    found = json.loads(FILE.read_text()) if FILE.exists() else {"machine": machine(), "own": {}}
+    found = {"machine": machine(), "own": {}}
+    if FILE.exists():
+        found = json.loads(FILE.read_text())
     for seed in args.seeds:
         for skill in SKILLS:
-            folder, own = args.folder / f"{skill}_{seed}", found["own"].setdefault(skill, {})
+            folder = args.folder / f"{skill}_{seed}"
+            own = found["own"].setdefault(skill, {})
             if str(seed) not in own:
                 shutil.rmtree(folder, ignore_errors=True)  # of an interrupted run
-                _, evaluation = run_command(f"{COMMAND.format(skill)} --seed {seed}", str(folder))
+                command = f"{COMMAND.format(skill, args.total_timesteps)} --seed {seed}"
+                _, evaluation = run_command(command, str(folder))
                 own[str(seed)] = evaluation["success"][0]
                 FILE.write_text(dump(found) + "\n")
                 print(skill, seed, evaluation, flush=True)
@@ -47,19 +54,25 @@ def train_all(args):
 
 def load(folder, skill, seed):
     """A trained skill."""
-    return draw.load_policy(next((folder / f"{skill}_{seed}").iterdir()))[0]
+    policy, _ = play.load_policy(next((folder / f"{skill}_{seed}").iterdir()))
+    return policy
 
 
 def chains(how, seed, args):
-    """The share of episodes in which all went well until the end of each stage, and the first whole chain."""
+    """The share of episodes in which all went well until the end of each stage, and the first whole
+    chain."""
     draw.setup()
-    policies = {name: load(args.folder, name.capitalize() + CHAINS[how], seed) for name in ("pick", "place")}
+    policies = {}
+    for name in ("pick", "place"):
+        policies[name] = load(args.folder, name.capitalize() + CHAINS[how], seed)
     if "no Navigate" not in how:
-        policies["navigate"] = draw.load_policy(args.navigate.parent)[0]
-    well, whole = np.zeros((args.episodes, 4 if "navigate" in policies else 2)), None
+        policies["navigate"], _ = play.load_policy(args.navigate.parent)
+    well = np.zeros((args.episodes, 4 if "navigate" in policies else 2))
+    whole = None
     for episode in range(args.episodes):
         env = chain.begin(episode)
-        starts = [env.object.tolist(), env.place.tolist()]
+        object_2 = env.object.tolist()
+        place_2 = env.place.tolist()
         stages = chain.run_chain(env, policies)
         well[episode, : len(stages)] = [done for _, done, _ in stages]
         if whole is None and well[episode].all():
@@ -68,15 +81,18 @@ def chains(how, seed, args):
                 "boxes": np.round(env.plan.boxes_K4, 3).tolist(),
                 "walls": env.plan.num_walls,
                 "size": env.plan.size.tolist(),
+                "object": object_2,
+                "place": place_2,
+                "stages": paths,
             }
-            whole |= {"object": starts[0], "place": starts[1], "stages": paths}
     return well.mean(axis=0).tolist(), whole
 
 
 def far(seed, args):
     """Success of Pick, with the base, over the distance from which it starts."""
     draw.setup()
-    policy, success = load(args.folder, "Pick", seed), []
+    policy = load(args.folder, "Pick", seed)
+    success = []
     for far_m in FAR_M:
         envs = (chain.begin(1000 + episode, far_m=far_m) for episode in range(args.episodes))
         success.append(float(np.mean([chain.run_skill(env, policy, "pick") for env in envs])))
@@ -85,13 +101,18 @@ def far(seed, args):
 
 def chain_all(args):
     """All chains and distances, in two processes."""
-    found, context = json.loads(FILE.read_text()), get_context("spawn")
-    with ProcessPoolExecutor(2, mp_context=context) as pool:
-        jobs = {how: [pool.submit(chains, how, seed, args) for seed in args.seeds] for how in CHAINS}
+    found = json.loads(FILE.read_text())
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
+        jobs = {}
+        for how in CHAINS:
+            jobs[how] = [pool.submit(chains, how, seed, args) for seed in args.seeds]
         distances = [pool.submit(far, seed, args) for seed in args.seeds]
-        found |= {"episodes": args.episodes, "far_m": FAR_M, "far": [job.result() for job in distances]}
+        found["episodes"] = args.episodes
+        found["far_m"] = FAR_M
+        found["far"] = [job.result() for job in distances]
         found["chains"] = {how: [job.result()[0] for job in each] for how, each in jobs.items()}
-        found["path"] = next((job.result()[1] for job in jobs["with base"] if job.result()[1]), None)
+        wholes = [job.result()[1] for job in jobs["with base"]]
+        found["path"] = next((whole for whole in wholes if whole), None)
     FILE.write_text(dump(found) + "\n")
 
 
@@ -101,13 +122,18 @@ def spread(values):
 
 
 def table():
-    """Success on the skills' own task and after every stage of the chain; and of Pick over distance."""
+    """Success on the skills' own task and after every stage of the chain; and of Pick over
+    distance."""
     found = json.loads(FILE.read_text())
-    lines = ["| | Pick | Place | Navigate | Pick | Navigate | Place |", "|---|---|---|---|---|---|---|"]
+    lines = [
+        "| | Pick | Place | Navigate | Pick | Navigate | Place |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for how, suffix in CHAINS.items():
         own = [spread(list(found["own"][name + suffix].values())) for name in ("Pick", "Place")]
         stages = [spread(stage) for stage in zip(*found["chains"][how])]
-        stages = stages if len(stages) == 4 else ["–", stages[0], "–", stages[1]]
+        if len(stages) == 2:
+            stages = ["–", stages[0], "–", stages[1]]
         lines.append(f"| {how} | {' | '.join([*own, *stages])} |")
     far_m = [f"{low:g}–{high:g} m" for low, high in found["far_m"]]
     lines += ["", f"| {' | '.join(['', *far_m])} |", "|---" * (1 + len(far_m)) + "|"]
@@ -120,21 +146,27 @@ def picture():
     matplotlib.use("Agg")
     draw.setup()
     found = json.loads(FILE.read_text())
-    figure, axes = plt.subplots(1, 2, figsize=(9, 2.6), layout="constrained", gridspec_kw={"width_ratios": [1.3, 1]})
+    shape = {"figsize": (9, 2.6), "gridspec_kw": {"width_ratios": [1.3, 1]}}
+    figure, axes = plt.subplots(1, 2, layout="constrained", **shape)
     draw.chain_view(axes[0], found["path"])
-    draw.band(axes[1], [np.mean(bin_m) for bin_m in found["far_m"]], found["far"], draw.BLUE, "Pick with base")
+    middle_m = [np.mean(bin_m) for bin_m in found["far_m"]]
+    draw.band(axes[1], middle_m, found["far"], draw.BLUE, "Pick with base")
     axes[1].axvspan(*STARTS_M, color=draw.GREY, alpha=0.3, lw=0)
-    axes[1].set(xlabel="metres to the object (grey: in training)", ylabel="success of Pick", ylim=(0, 1.02), xlim=(0, None))
+    axes[1].set(xlabel="metres to the object (grey: in training)", ylabel="success of Pick")
+    axes[1].set(ylim=(0, 1.02), xlim=(0, None))
     figure.savefig(ROOT / "notebooks" / "pictures" / "chain.png", dpi=90)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=("train", "chain", "table", "picture"))
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--navigate", type=Path)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--episodes", type=int, default=100)
+    parser.add_argument("--total-timesteps", type=int, default=300_000)
     arguments = parser.parse_args()
     if arguments.what == "train":
         train_all(arguments)

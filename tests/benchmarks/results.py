@@ -1,14 +1,16 @@
-"""What ver_ppo.py learns: trains, keeps what came out in small files, and makes the README's table from them.
+"""What ver_ppo.py learns: trains, keeps what came out in small files, and makes the README's table
+from them.
 
-    python tests/benchmarks/results.py train                     every task below; about an hour on two cores
-    python tests/benchmarks/results.py train pointnav --seeds 1  one of them
-    python tests/benchmarks/results.py table                     prints the table of README.md
-    python tests/benchmarks/results.py commands                  prints its commands, which stand in notebooks/README.md
-    python tests/benchmarks/results.py pictures                  draws timeline.png and pointnav.png in notebooks/pictures
+    python tests/benchmarks/results.py train              every task below; an hour on two cores
+    python tests/benchmarks/results.py train cue --seeds 1    one of them
+    python tests/benchmarks/results.py table              prints the table of README.md
+    python tests/benchmarks/results.py commands           prints its commands, for the manual
+    python tests/benchmarks/results.py pictures           draws timeline.png and pointnav.png
 
-A run is the command line in its file, notebooks/results/TASK.json, which also says on what machine it ran, how long it
-took, what its evaluation printed, and its curves; PointNav's also the 300 validation episodes, the same for all, that the
-finished policy played with sampled actions.
+A run is the command line in its file, notebooks/results/TASK.json, which also says on what machine
+it ran, how long it took, what its evaluation printed, and its curves; PointNav's also the 300
+validation episodes, the same for all, that the finished policy played with sampled actions.
+Pictures are in notebooks/pictures, the manual is notebooks/MANUAL.md.
 """
 
 import argparse
@@ -29,58 +31,74 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "notebooks"))
-import draw  # noqa: E402
-
+sys.path.insert(0, str(ROOT))
 import ver_ppo  # noqa: E402
+from notebooks import draw  # noqa: E402
+from notebooks.extensions import play  # noqa: E402
 
-CUE = "tests.envs:Cue-v0 --num-workers 0 --learner-threads 1 --num-steps 64 --hidden-size 32 --total-timesteps 150000"
+ONE_PROCESS = "--num-workers 0 --learner-threads 1"
+CUE = f"tests.envs:Cue-v0 {ONE_PROCESS} --num-steps 64 --hidden-size 32 --total-timesteps 150000"
 CUE += " --learning-rate 3e-3 --gae-lambda 1 --update-epochs 4 --norm-adv --greedy"
-CONTROL = "--num-workers 0 --learner-threads 1 --num-envs 8 --update-epochs 10 --norm-adv --vf-coef 0.01 --ent-coef 0"
+CONTROL = f"{ONE_PROCESS} --num-envs 8 --update-epochs 10 --norm-adv --vf-coef 0.01 --ent-coef 0"
 CONTROL += " --greedy"
+CARTPOLE = "CartPole-v1 --num-steps 32 --total-timesteps 99840 --num-minibatches 1 --gamma 0.98"
+CARTPOLE += f" --gae-lambda 0.8 {CONTROL}"
+PENDULUM = "Pendulum-v1 --lstm-layers 0 --num-steps 256 --total-timesteps 400000"
+PENDULUM += f" --num-minibatches 8 --gamma 0.9 {CONTROL}"
 TASKS = {  # what it is, arguments, results to show
     "pointnav": ("`pointnav`, 64×64 depth, 64 unseen floor plans", "pointnav", ("success", "spl")),
-    "pointnav-blind": ("the same without the camera", "pointnav --encoder none", ("success", "spl")),
-    "CartPole-v1": (
-        "`CartPole-v1`, 100 k steps",
-        f"CartPole-v1 --num-steps 32 --total-timesteps 99840 --num-minibatches 1 --gamma 0.98 --gae-lambda 0.8 {CONTROL}",
-        ("return",),
+    "pointnav-blind": (
+        "the same without the camera",
+        "pointnav --encoder none",
+        ("success", "spl"),
     ),
-    "Pendulum-v1": (
-        "`Pendulum-v1`, 400 k steps",
-        f"Pendulum-v1 --no-recurrent --num-steps 256 --total-timesteps 400000 --num-minibatches 8 --gamma 0.9 {CONTROL}",
-        ("return",),
-    ),
+    "CartPole-v1": ("`CartPole-v1`, 100 k steps", CARTPOLE, ("return",)),
+    "Pendulum-v1": ("`Pendulum-v1`, 400 k steps", PENDULUM, ("return",)),
     "cue": ("memory: a cue, asked for 10 steps later; right answers", CUE, ("return",)),
-    "cue-feed-forward": ("the same without the LSTM (chance: 0.5)", CUE + " --no-recurrent", ("return",)),
+    "cue-feed-forward": (
+        "the same without the LSTM (chance: 0.5)",
+        f"{CUE} --lstm-layers 0",
+        ("return",),
+    ),
 }
-TAGS = ("charts/episodic_return", "charts/episodic_length", "metrics/success", "metrics/spl", "metrics/distance_to_goal")
-POINTS, EPISODES = 60, 300
+TAGS = (
+    "charts/episodic_return",
+    "charts/episodic_length",
+    "metrics/success",
+    "metrics/spl",
+    "metrics/distance_to_goal",
+)
+POINTS = 60  # of a curve
+EPISODES = 300
 
 
 def command_of(task):
     """The command line, without the seed."""
-    return f"python ver_ppo.py --env-id {TASKS[task][1]}"
+    _, arguments, _ = TASKS[task]
+    return f"python ver_ppo.py --env-id {arguments}"
 
 
 def run_command(command, folder):
-    """Run a command line of ver_ppo.py to its end, in this folder. Returns the run's folder, and what its evaluation printed,
-    name -> [mean, standard error]."""
+    """Run a command line of ver_ppo.py to its end, in this folder. Returns the run's folder, and
+    what its evaluation printed, name -> [mean, standard error]."""
     arguments = shlex.split(command)[1:] + ["--runs-dir", folder]
     done = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(done.stderr[-3000:])
-    found = re.findall(r"(\w+) (\S+) ± ([\d.]+)", done.stdout.strip().splitlines()[-1])
-    return next(Path(folder).iterdir()), {name: [float(mean), float(error)] for name, mean, error in found}
+    last_line = done.stdout.strip().splitlines()[-1]
+    found = re.findall(r"(\w+) (\S+) ± ([\d.]+)", last_line)
+    evaluation = {name: [float(mean), float(error)] for name, mean, error in found}
+    return next(Path(folder).iterdir()), evaluation
 
 
 def train(task, seed):
     """One run from its command to the end: what is kept of it."""
-    began = time.perf_counter()
+    began_at = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         run, evaluation = run_command(f"{command_of(task)} --seed {seed}", folder)
-        minutes = (time.perf_counter() - began) / 60
-        kept = {"seed": seed, "minutes": round(minutes, 2), "evaluation": evaluation, "curves": read_curves(run)}
+        minutes = (time.perf_counter() - began_at) / 60
+        kept = {"seed": seed, "minutes": round(minutes, 2), "evaluation": evaluation}
+        kept["curves"] = read_curves(run)
         if task.startswith("pointnav"):
             kept["episodes"] = play_episodes(run)
     return kept
@@ -88,30 +106,39 @@ def train(task, seed):
 
 def read_curves(run):
     """The curves of TensorBoard, a few points of each: tag -> [steps, values]."""
-    events, curves = EventAccumulator(str(run)).Reload(), {}
-    for tag in set(TAGS) & set(events.Tags()["scalars"]):
+    events = EventAccumulator(str(run)).Reload()
+    curves = {}
+    for tag in sorted(set(TAGS) & set(events.Tags()["scalars"])):
         points = events.Scalars(tag)
-        points = [points[i] for i in np.unique(np.linspace(0, len(points) - 1, POINTS).astype(int))]
-        curves[tag] = [[point.step for point in points], [round(point.value, 4) for point in points]]
-    return dict(sorted(curves.items()))
+        chosen = np.unique(np.linspace(0, len(points) - 1, POINTS).astype(int))
+        steps = [points[i].step for i in chosen]
+        curves[tag] = [steps, [round(points[i].value, 4) for i in chosen]]
+    return curves
 
 
 def play_episodes(run):
-    """Validation episodes of the finished policy: geodesic distance from start to goal, success and SPL of each."""
+    """Validation episodes of the finished policy: geodesic distance from start to goal, success and
+    SPL of each."""
     draw.setup()  # one thread: the policy sees one observation at a time
-    policy, options = draw.load_policy(run)
-    env, episodes = ver_ppo.make_env(options, "val"), {"geodesic": [], "success": [], "spl": []}
+    policy, options = play.load_policy(run)
+    env = ver_ppo.make_env(options, "val")
+    episodes = {"geodesic": [], "success": [], "spl": []}
     for episode in range(EPISODES):
-        *_, last = draw.play(policy, env, ver_ppo.derive_seed(1, 0, 0, episode))
-        for name, value in (("geodesic", last.start_geodesic), ("success", last.info["success"]), ("spl", last.info["spl"])):
-            episodes[name].append(round(float(value), 3))
+        *_, last = play.play(policy, env, ver_ppo.derive_seed(1, 0, 0, episode))
+        episodes["geodesic"].append(round(float(last.start_geodesic), 3))
+        for name in ("success", "spl"):
+            episodes[name].append(round(float(last.info[name]), 3))
     return episodes
 
 
 def machine():
     """What these runs ran on."""
-    model = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()) if Path("/proc/cpuinfo").exists() else []
-    return f"{len(os.sched_getaffinity(0))} cores of {(model or [platform.processor()])[0]}, torch {torch.__version__}"
+    model = platform.processor()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        models = re.findall(r"model name\s*: (.*)", info.read_text())
+        model = models[0] if models else model
+    return f"{len(os.sched_getaffinity(0))} cores of {model}, torch {torch.__version__}"
 
 
 def train_all(tasks, seeds):
@@ -126,7 +153,8 @@ def train_all(tasks, seeds):
 
 def dump(result):
     """JSON that shows in a diff what has changed: one line for each list of numbers."""
-    return re.sub(r"\[[^][{}]*\]", lambda found: " ".join(found[0].split()), json.dumps(result, indent=1))
+    text = json.dumps(result, indent=1)
+    return re.sub(r"\[[^][{}]*\]", lambda found: " ".join(found[0].split()), text)
 
 
 def table():
@@ -138,33 +166,44 @@ def table():
         for name in names:
             values = [run["evaluation"][name][0] for run in runs]
             digits = 0 if abs(values[0]) > 20 else 3
-            shown = [f"{value:.{digits}f}".replace("-", "−") for value in (np.mean(values), min(values), max(values))]
-            cells.append(f"{name.replace('spl', 'SPL')} {shown[0]} ({shown[1]} to {shown[2]})")
+            numbers = np.mean(values), min(values), max(values)
+            mean, low, high = (f"{number:.{digits}f}".replace("-", "−") for number in numbers)
+            cells.append(f"{name.replace('spl', 'SPL')} {mean} ({low} to {high})")
         lines.append(f"| {words} | {len(runs)} | {', '.join(cells)} |")
     where = f"On {draw.load_result('pointnav')['machine']}; 200 episodes for each seed"
-    return "\n".join([*lines, "", f"{where}, by [these commands](notebooks/README.md#commands-of-the-first-table)."])
+    commands_are = "[these commands](notebooks/MANUAL.md#commands-of-the-first-table)"
+    return "\n".join([*lines, "", f"{where}, by {commands_are}."])
 
 
 def commands():
     """The manual's list of what these results were got by."""
-    results = map(draw.load_result, TASKS)
-    seeds_of = {found["command"]: [str(run["seed"]) for run in found["runs"]] for found in results}
-    return "\n".join(f"    {command}  # --seed {', '.join(seeds)}" for command, seeds in seeds_of.items())
+    lines = []
+    for task in TASKS:
+        found = draw.load_result(task)
+        seeds = ", ".join(str(run["seed"]) for run in found["runs"])
+        lines.append(f"    {found['command']}  # --seed {seeds}")
+    return "\n".join(lines)
 
 
 def pictures():
-    """What the samplers do with the same steps; and success and SPL of pointnav, with the camera and without."""
+    """What the samplers do with the same steps; and success and SPL of pointnav, with the camera
+    and without."""
     matplotlib.use("Agg")
     draw.setup()
-    timeline = draw.compare_samplers(draw.step_times(4, 0.4, 0.6), 8, 3, inference_sec=0.05, learning_sec=3.0, height=6.0)
-    timeline.savefig(ROOT / "notebooks" / "pictures" / "timeline.png", dpi=90)
+    folder = ROOT / "notebooks" / "pictures"
+    seconds_NK = draw.step_times(4, 0.4, 0.6)
+    costs = {"inference_sec": 0.05, "learning_sec": 3.0}
+    timeline = draw.compare_samplers(seconds_NK, 8, 3, **costs, height=6.0)
+    timeline.savefig(folder / "timeline.png", dpi=90)
     tasks = {"depth camera": "pointnav", "blind": "pointnav-blind"}
-    figure = draw.learning_curves({label: draw.load_result(task) for label, task in tasks.items()})
-    figure.savefig(ROOT / "notebooks" / "pictures" / "pointnav.png", dpi=100)
+    results = {label: draw.load_result(task) for label, task in tasks.items()}
+    draw.learning_curves(results).savefig(folder / "pointnav.png", dpi=100)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=("train", "table", "commands", "pictures"))
     parser.add_argument("tasks", nargs="*", default=[], choices=[[], *TASKS])
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])

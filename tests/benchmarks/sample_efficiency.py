@@ -1,16 +1,19 @@
-"""What every sampler learns from equally many steps: curves of CartPole and PointNav, five seeds (figure 5 of the paper).
+"""What every sampler learns from equally many steps: curves of CartPole and PointNav, five seeds
+(figure 5 of the paper).
 
     python tests/benchmarks/sample_efficiency.py --folder efficiency --jobs 2
 
-The simulators are emulated to be uneven (uneven.py), or the samplers would hardly differ. Every run is ver_ppo.py as the
-command line starts it, with the flags in TASKS, MODES and COMMON, two at a time: most of it is sleeping.
-A finished run lies under FOLDER/TASK-STEPS/MODE/SEED and is not repeated, so this can be interrupted and started again
-(choose another folder after a change of flags). Needs about an hour on two cores.
+The simulators are emulated to be uneven (uneven.py), or the samplers would hardly differ. Every run
+is ver_ppo.py as the command line starts it, with the flags in TASKS, MODES and COMMON, two at a
+time: most of it is sleeping. A finished run lies under FOLDER/TASK-STEPS/MODE/SEED and is not
+repeated, so this can be interrupted and started again (choose another folder after a change of
+flags). Needs about an hour on two cores.
 
-The curves are TensorBoard's, means of the last 100 training episodes, interpolated on a grid of steps that all runs share.
-Written to FOLDER: sample_efficiency.png, the interquartile mean over the seeds and its bootstrapped 95 % interval (Agarwal
-et al. 2021), and sample_efficiency.json. Printed at the end, for each mode: area under the curve (its mean over the grid),
-final value, and whether the area of `ver` lies within the interval of `sync`.
+The curves are TensorBoard's, means of the last 100 training episodes, interpolated on a grid of
+steps that all runs share. Written to FOLDER: sample_efficiency.png, the interquartile mean over the
+seeds and its bootstrapped 95 % interval (Agarwal et al. 2021), and sample_efficiency.json. Printed
+at the end, for each mode: area under the curve (its mean over the grid), final value, and whether
+the area of `ver` lies within the interval of `sync`.
 """
 
 import argparse
@@ -34,12 +37,17 @@ SCRIPT = Path(__file__).resolve().parents[2] / "ver_ppo.py"
 COMMON = "--device cpu --learner-threads 1 --eval-episodes 0"
 TASKS = {  # flags, what is read from the events, steps
     "CartPole-v1": (
-        "--env-id uneven:UnevenCartPole-v0 --num-envs 8 --num-workers 4 --num-steps 32 --num-minibatches 1"
-        " --update-epochs 10 --norm-adv --vf-coef 0.01 --ent-coef 0 --gamma 0.98 --gae-lambda 0.8",
+        "--env-id uneven:UnevenCartPole-v0 --num-envs 8 --num-workers 4 --num-steps 32"
+        " --num-minibatches 1 --update-epochs 10 --norm-adv --vf-coef 0.01 --ent-coef 0"
+        " --gamma 0.98 --gae-lambda 0.8",
         ("charts/episodic_return",),
         100_000,
     ),
-    "pointnav": ("--env-id uneven:UnevenPointNav-v0 --num-workers 16", ("metrics/success", "metrics/spl"), 300_000),
+    "pointnav": (
+        "--env-id uneven:UnevenPointNav-v0 --num-workers 16",
+        ("metrics/success", "metrics/spl"),
+        300_000,
+    ),
 }
 MODES = {
     "sync": "--sampler sync",
@@ -48,33 +56,45 @@ MODES = {
     "ver+overlap": "--sampler ver --overlap",
     "async": "--sampler async",
 }
-GRID, RESAMPLES = 100, 2000
+GRID = 100  # points of a curve
+RESAMPLES = 2000
 
 
 # Runs
 
 
+def steps_of(task, args):
+    """Steps of each run of a task."""
+    _, _, steps = TASKS[task]
+    return args.steps or steps
+
+
 def place(task, mode, seed, args):
     """The folder of a finished run."""
-    return args.folder / f"{task}-{args.steps or TASKS[task][2]}" / mode / str(seed)
+    return args.folder / f"{task}-{steps_of(task, args)}" / mode / str(seed)
 
 
 def list_runs(args):
-    """(folder, command) of every run that is not finished, seed by seed: an interruption leaves whole seeds."""
+    """(folder, command) of every run that is not finished, seed by seed: an interruption leaves
+    whole seeds."""
     runs = []
     for task in args.tasks:
-        steps = args.steps or TASKS[task][2]
+        flags, _, _ = TASKS[task]
         for seed in range(1, args.seeds + 1):
             for mode in args.modes:
-                words = f"--seed {seed} --total-timesteps {steps} {COMMON} {TASKS[task][0]} {MODES[mode]}"
-                if not (folder := place(task, mode, seed, args)).exists():
+                words = f"--seed {seed} --total-timesteps {steps_of(task, args)} {COMMON}"
+                words += f" {flags} {MODES[mode]}"
+                folder = place(task, mode, seed, args)
+                if not folder.exists():
                     runs.append((folder, [sys.executable, str(SCRIPT), *shlex.split(words)]))
     return runs
 
 
 def train(runs, jobs, timeout_sec):
-    """Carry out these runs, `jobs` at a time. Raises RuntimeError if one fails or outlives the timeout; ends the others."""
-    waiting, running = list(runs), []
+    """Carry out these runs, `jobs` at a time. Raises RuntimeError if one fails or outlives the
+    timeout; ends the others."""
+    waiting = list(runs)
+    running = []
     try:
         while waiting or running:
             while waiting and len(running) < jobs:
@@ -82,13 +102,14 @@ def train(runs, jobs, timeout_sec):
                 running.append((folder, start(folder, command), time.monotonic()))
             time.sleep(0.2)
             for run in list(running):
-                folder, process, began = run
-                if time.monotonic() - began > timeout_sec:
+                folder, process, began_at = run
+                sec = time.monotonic() - began_at
+                if sec > timeout_sec:
                     raise RuntimeError(f"{folder}: still running after {timeout_sec:.0f} s")
                 if process.poll() is not None:
                     running.remove(run)
                     finish(folder, process)
-                    print(f"{folder}: {time.monotonic() - began:.0f} s, {len(waiting)} to start", flush=True)
+                    print(f"{folder}: {sec:.0f} s, {len(waiting)} to start", flush=True)
     finally:
         for _, process, _ in running:
             kill_group(process)
@@ -103,10 +124,11 @@ def start(folder, command):
     """Start one run, in a process group of its own."""
     shutil.rmtree(unfinished(folder), ignore_errors=True)
     unfinished(folder).mkdir(parents=True)
+    command = [*command, "--runs-dir", str(unfinished(folder))]
+    environ = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parent)}  # for uneven.py
     with open(unfinished(folder) / "output", "w") as output:
-        command = [*command, "--runs-dir", str(unfinished(folder))]
-        environ = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parent)}  # for uneven.py
-        return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, env=environ)
+        pipes = {"stdout": output, "stderr": subprocess.STDOUT}
+        return subprocess.Popen(command, start_new_session=True, env=environ, **pipes)
 
 
 def finish(folder, process):
@@ -135,49 +157,61 @@ def interquartile_mean(values, axis=0):
     >>> interquartile_mean(np.array([100.0, 1.0, 2.0, 6.0, -100.0]))
     3.0
     """
-    quarter = values.shape[axis] // 4
-    middle = np.sort(values, axis=axis).take(range(quarter, values.shape[axis] - quarter), axis=axis)
-    result = middle.mean(axis=axis)
+    count = values.shape[axis]
+    middle = range(count // 4, count - count // 4)
+    result = np.sort(values, axis=axis).take(middle, axis=axis).mean(axis=axis)
     return result if result.ndim else float(result)
 
 
 def estimate(values_KX):
-    """Interquartile mean over the K seeds, and its 95 % interval: percentiles over seeds that are drawn with replacement."""
+    """Interquartile mean over the K seeds, and its 95 % interval: percentiles over seeds that are
+    drawn with replacement."""
     rng = np.random.default_rng(0)
     drawn_RK = rng.integers(len(values_KX), size=(RESAMPLES, len(values_KX)))
-    low, high = np.percentile(interquartile_mean(values_KX[drawn_RK], axis=1), (2.5, 97.5), axis=0)
-    return {"iqm": np.asarray(interquartile_mean(values_KX)).tolist(), "low": low.tolist(), "high": high.tolist()}
+    means_RX = interquartile_mean(values_KX[drawn_RK], axis=1)
+    low, high = np.percentile(means_RX, (2.5, 97.5), axis=0)
+    mean = np.asarray(interquartile_mean(values_KX))
+    return {"iqm": mean.tolist(), "low": low.tolist(), "high": high.tolist()}
 
 
 def summarize(args):
-    """task -> tag -> mode -> curve, area and final value, each as `estimate` gives them, and each seed's curve."""
+    """task -> tag -> mode -> curve, area and final value, each as `estimate` gives them, and each
+    seed's curve."""
     report = {}
     for task in args.tasks:
         flags, tags, _ = TASKS[task]
-        grid_G = np.linspace(0, args.steps or TASKS[task][2], GRID + 1)[1:]
-        report[task] = {"flags": f"{COMMON} {flags}", "steps": grid_G.tolist(), "tags": {tag: {} for tag in tags}}
+        grid_G = np.linspace(0, steps_of(task, args), GRID + 1)[1:]
+        found = {tag: {} for tag in tags}
         for tag in tags:
             for mode in args.modes:
                 folders = [place(task, mode, seed, args) for seed in range(1, args.seeds + 1)]
                 curve_KG = np.stack([read_curve(folder, tag, grid_G) for folder in folders])
-                report[task]["tags"][tag][mode] = {
-                    "curve": estimate(curve_KG), "area": estimate(curve_KG.mean(axis=1)), "final": estimate(curve_KG[:, -1]),
+                found[tag][mode] = {
+                    "curve": estimate(curve_KG),
+                    "area": estimate(curve_KG.mean(axis=1)),
+                    "final": estimate(curve_KG[:, -1]),
                     "seeds": curve_KG.tolist(),
-                }  # fmt: skip
+                }
+        report[task] = {"flags": f"{COMMON} {flags}", "steps": grid_G.tolist(), "tags": found}
     return report
+
+
+def show(estimated):
+    """What `estimate` gave, in words."""
+    return "{iqm:.3f} [{low:.3f}, {high:.3f}]".format(**estimated)
 
 
 def print_table(report):
     """Area under the curve and final value of every mode, and whether `ver` learns like `sync`."""
     for task, results in report.items():
         for tag, modes in results["tags"].items():
-            print(f"\n{task} {tag}: interquartile mean [95 % interval] of {len(next(iter(modes.values()))['seeds'])} seeds")
+            seeds = len(next(iter(modes.values()))["seeds"])
+            print(f"\n{task} {tag}: interquartile mean [95 % interval] of {seeds} seeds")
             for mode, result in modes.items():
-                cells = [f"{result[key]['iqm']:.3f} [{result[key]['low']:.3f}, {result[key]['high']:.3f}]"
-                         for key in ("area", "final")]  # fmt: skip
-                print(f"  {mode:12} area {cells[0]:28} final {cells[1]}")
+                print(f"  {mode:12} area {show(result['area']):28} final {show(result['final'])}")
             if {"ver", "sync"} <= modes.keys():
-                ver, sync = modes["ver"]["area"], modes["sync"]["area"]
+                ver = modes["ver"]["area"]
+                sync = modes["sync"]["area"]
                 within = "within" if sync["low"] <= ver["iqm"] <= sync["high"] else "not within"
                 print(f"  area of ver: {within} the interval of sync")
 
@@ -192,7 +226,8 @@ def draw(report, path):
         for mode, result in report[task]["tags"][tag].items():
             curve = result["curve"]
             (line,) = axis.plot(thousand_G, curve["iqm"], label=mode, lw=1.5)
-            axis.fill_between(thousand_G, curve["low"], curve["high"], color=line.get_color(), alpha=0.15, lw=0)
+            look = {"color": line.get_color(), "alpha": 0.15, "lw": 0}
+            axis.fill_between(thousand_G, curve["low"], curve["high"], **look)
         axis.set(xlabel="thousand steps", ylabel=tag.split("/")[1].replace("_", " "), title=task)
         axis.grid(alpha=0.3)
     axes[0][0].legend(loc="lower right")
@@ -201,16 +236,21 @@ def draw(report, path):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, required=True, help="where runs and results are kept")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    kept = "where runs and results are kept"
+    parser.add_argument("--folder", type=Path, required=True, help=kept)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, help="of each run, in place of those in TASKS")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
-    parser.add_argument("--timeout", type=float, default=1800.0, help="seconds after which a run is given up")
+    given_up = "seconds after which a run is given up"
+    parser.add_argument("--timeout", type=float, default=1800.0, help=given_up)
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as by Ctrl-C: no run is left behind
+    # ends as by Ctrl-C: no run is left behind
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     train(list_runs(arguments), arguments.jobs, arguments.timeout)
     report = summarize(arguments)
     (arguments.folder / "sample_efficiency.json").write_text(json.dumps(report, indent=2) + "\n")

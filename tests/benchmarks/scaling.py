@@ -1,16 +1,19 @@
-"""How ver_multigpu.py scales with the number of ranks: real runs on this machine, and many more ranks under a virtual clock.
+"""How ver_multigpu.py scales with the number of ranks: real runs on this machine, and many more
+ranks under a virtual clock.
 
     python tests/benchmarks/scaling.py run --ranks 1 2 4 8 --rounds 2
-    python tests/benchmarks/scaling.py simulate --ranks 1 2 4 8 16 32 64 128 256 --picture scaling.png
+    python tests/benchmarks/scaling.py simulate --ranks 1 2 4 8 16 32 64 --picture scaling.png
 
-run: simulators that sleep 100 ms a step on average (log-normal, sigma 0.4) in scenes of 150 steps, some slower than others
-(sigma 0.5 between scenes: Scenes of uneven.py), and a network so small that two cores are not the limit; so a few cores
-stand for many machines. A round is every mode with every number of ranks. Prints steps per second of all ranks from the
-third update on, and their ratio to one rank in the same mode.
+run: simulators that sleep 100 ms a step on average (log-normal, sigma 0.4) in scenes of 150 steps,
+some slower than others (sigma 0.5 between scenes: Scenes of uneven.py), and a network so small that
+two cores are not the limit; so a few cores stand for many machines. A round is every mode with
+every number of ranks. Prints steps per second of all ranks from the third update on, and their
+ratio to one rank in the same mode.
 
-simulate: no processes, no time. Every environment is a stream of step times; when a rollout ends is decided by the functions
-that ver_multigpu.py decides by, from the step times of the rollout before. Beside them `hindsight`: the best S, known only
-afterwards. Averaging gradients is taken to cost nothing.
+simulate: no processes, no time. Every environment is a stream of step times; when a rollout ends is
+decided by the functions that ver_multigpu.py decides by, from the step times of the rollout before.
+Beside them `hindsight`: the best S, known only afterwards. Averaging gradients is taken to cost
+nothing.
 """
 
 import argparse
@@ -35,14 +38,16 @@ MODES = {
     "sync none": ("sync", "none"),
 }
 
-# ----------------------------------------------------------------------------------------------------- virtual clock
+# ----------------------------------------------------------------------------------- Virtual clock
 
 
 def arrivals(residual_RN, duration_RNK, sampler, num_steps):
-    """When the steps of each rank are complete: R x S, in order; and of which environment they are."""
+    """When the steps of each rank are complete: R x S, in order; and of which environment they
+    are."""
     num_ranks, num_envs = residual_RN.shape
     if sampler == "sync":
-        duration_RNK = np.broadcast_to(duration_RNK.max(axis=1, keepdims=True), duration_RNK.shape)
+        slowest_R1K = duration_RNK.max(axis=1, keepdims=True)
+        duration_RNK = np.broadcast_to(slowest_R1K, duration_RNK.shape)
         residual_RN = np.broadcast_to(residual_RN.max(axis=1, keepdims=True), residual_RN.shape)
     arrival_RNK = residual_RN[:, :, None] + np.cumsum(duration_RNK, axis=2) - duration_RNK[:, :, :1]
     if sampler != "ver":
@@ -52,18 +57,33 @@ def arrivals(residual_RN, duration_RNK, sampler, num_steps):
     return np.take_along_axis(flat, order_RS, axis=1), order_RS // arrival_RNK.shape[2], arrival_RNK
 
 
-def simulate(num_ranks, num_envs, num_steps, sampler, preemption, rollouts, seed, scenes=0.5, steps=0.4, learning_sec=20.0):
-    """Steps per second of all ranks under a virtual clock, in which a step takes a second on average; and the same if the
-    best S of every one of these rollouts had been known."""
+def simulate(
+    num_ranks,
+    num_envs,
+    num_steps,
+    sampler,
+    preemption,
+    rollouts,
+    seed,
+    scenes=0.5,
+    steps=0.4,
+    learning_sec=20.0,
+):
+    """Steps per second of all ranks under a virtual clock, in which a step takes a second on
+    average; and the same if the best S of every one of these rollouts had been known."""
     rng = np.random.default_rng(seed)
     most = num_steps * (6 if sampler == "ver" else 1)  # of one environment in one rollout
     scene_RN = rng.lognormal(0, scenes, (num_ranks, num_envs))
     residual_RN = scene_RN * rng.random((num_ranks, num_envs))
-    clock, collected, best_sec, limit = 0.0, 0, 0.0, None
+    clock = 0.0
+    collected = 0
+    best_sec = 0.0
+    limit = None
     for rollout in range(rollouts):
         changes = rng.random((num_ranks, num_envs)) < 0.5
         scene_RN = np.where(changes, rng.lognormal(0, scenes, (num_ranks, num_envs)), scene_RN)
-        duration_RNK = rng.lognormal(-(steps**2) / 2, steps, (num_ranks, num_envs, most)) * scene_RN[:, :, None]
+        duration_RNK = rng.lognormal(-(steps**2) / 2, steps, (num_ranks, num_envs, most))
+        duration_RNK = duration_RNK * scene_RN[:, :, None]
         arrival_RS, env_RS, arrival_RNK = arrivals(residual_RN, duration_RNK, sampler, num_steps)
         in_order = np.sort(arrival_RS.ravel())
         end_R = arrival_RS[:, -1]  # of each rank's rollout
@@ -71,21 +91,28 @@ def simulate(num_ranks, num_envs, num_steps, sampler, preemption, rollouts, seed
             end_R = np.minimum(end_R, in_order[limit - 1])
         if limit is not None and preemption == "threshold":
             quarter_R = arrival_RS[:, arrival_RS.shape[1] // 4 - 1]
-            end_R = np.minimum(end_R, np.maximum(np.sort(end_R)[limit - 1], quarter_R))
+            enough_done = np.sort(end_R)[limit - 1]
+            end_R = np.minimum(end_R, np.maximum(enough_done, quarter_R))
         there_RS = arrival_RS <= end_R[:, None]
         most_of_one = num_steps * (num_envs if sampler == "ver" else 1)
         ranks = zip(arrival_RS, env_RS, there_RS, end_R)
         step_sec_RN = np.array([mean_step_sec(*rank, num_envs, most_of_one) for rank in ranks])
         if preemption == "optimal":
-            limit, _ = ver_multigpu.optimal_preemption(step_sec_RN, num_steps, sampler == "ver", learning_sec)
+            variable = sampler == "ver"
+            limit, _ = ver_multigpu.optimal_preemption(
+                step_sec_RN, num_steps, variable, learning_sec
+            )
         elif preemption == "threshold":
             limit = ver_multigpu.threshold_preemption(num_ranks, 0.6)
         over = end_R.max() + learning_sec
         next_RN = np.where(arrival_RNK > end_R[:, None, None], arrival_RNK, np.inf).min(axis=2)
-        residual_RN = np.where(np.isinf(next_RN), duration_RNK[:, :, 0], np.maximum(0.0, next_RN - over))
+        left_RN = np.maximum(0.0, next_RN - over)
+        residual_RN = np.where(np.isinf(next_RN), duration_RNK[:, :, 0], left_RN)
         if rollout >= 2:  # the first rollout is never preempted
-            clock, collected = clock + over, collected + there_RS.sum()
-            best_sec += there_RS.sum() / (np.arange(1, in_order.size + 1) / (in_order + learning_sec)).max()
+            clock += over
+            collected += there_RS.sum()
+            best_rate = (np.arange(1, in_order.size + 1) / (in_order + learning_sec)).max()
+            best_sec += there_RS.sum() / best_rate
     return {"rate": collected / clock, "hindsight": collected / best_sec}
 
 
@@ -103,15 +130,16 @@ def simulate_all(args):
     for workload, scenes in (("homogeneous", 0.0), ("heterogeneous", args.scenes)):
         for mode, (sampler, preemption) in MODES.items():
             more = {"scenes": scenes, "learning_sec": args.learning_sec}
-            one = [simulate(1, 16, 128, sampler, preemption, args.rollouts, seed, **more)["rate"] for seed in range(8)]
+            how = (16, 128, sampler, preemption, args.rollouts)
+            one = np.mean([simulate(1, *how, seed, **more)["rate"] for seed in range(8)])
             for ranks in args.ranks:
-                found = simulate(ranks, 16, 128, sampler, preemption, args.rollouts, 100, **more)
-                results[f"{workload}, {mode}, {ranks}"] = {
-                    "speedup": found["rate"] / np.mean(one),
-                    "of_hindsight": found["rate"] / found["hindsight"],
-                }
-                print(f"{workload:14} {mode:15} {ranks:4} ranks: {found['rate'] / np.mean(one):6.1f} times one rank, "
-                      f"{found['rate'] / found['hindsight']:.3f} of the best S in hindsight", flush=True)  # fmt: skip
+                found = simulate(ranks, *how, 100, **more)
+                speedup = found["rate"] / one
+                of_best = found["rate"] / found["hindsight"]
+                name = f"{workload}, {mode}, {ranks}"
+                results[name] = {"speedup": speedup, "of_hindsight": of_best}
+                words = f"{speedup:6.1f} times one rank, {of_best:.3f} of the best S in hindsight"
+                print(f"{workload:14} {mode:15} {ranks:4} ranks: {words}", flush=True)
     return results
 
 
@@ -125,22 +153,23 @@ def draw(results, path):
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.8), sharey=True)
     for axis, workload in zip(axes, ("homogeneous", "heterogeneous")):
         for mode in MODES:
-            points = {
-                int(key.rsplit(", ", 1)[1]): v["speedup"]
-                for key, v in results.items()
-                if key.startswith(f"{workload}, {mode}, ")
-            }
+            points = {}
+            for key, found in results.items():
+                if key.startswith(f"{workload}, {mode}, "):
+                    points[int(key.rsplit(", ", 1)[1])] = found["speedup"]
             axis.plot(points.keys(), points.values(), "o-", label=mode)
-        axis.plot(points.keys(), points.keys(), "k:", label="ideal")
-        axis.set(title=workload, xscale="log", yscale="log", xlabel="ranks", xticks=list(points), xticklabels=list(points))
+        ranks = list(points)
+        axis.plot(ranks, ranks, "k:", label="ideal")
+        axis.set(title=workload, xscale="log", yscale="log", xlabel="ranks")
+        axis.set(xticks=ranks, xticklabels=ranks)
         axis.minorticks_off()
-    axes[0].set(ylabel="steps per second, relative to one rank", yticks=list(points), yticklabels=list(points))
+    axes[0].set(ylabel="steps per second, relative to one rank", yticks=ranks, yticklabels=ranks)
     axes[0].legend()
     figure.tight_layout()
     figure.savefig(path, dpi=110)
 
 
-# --------------------------------------------------------------------------------------------------------- real runs
+# --------------------------------------------------------------------------------------- Real runs
 
 
 def run_ranks(ranks, sampler, preemption, args, seed):
@@ -150,52 +179,66 @@ def run_ranks(ranks, sampler, preemption, args, seed):
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-    steps = args.num_envs * args.num_steps
+    total = args.rollouts * ranks * args.num_envs * args.num_steps
+    words = (
+        f"-m torch.distributed.run --nproc-per-node {ranks} --master-port {port} ver_multigpu.py"
+    )
+    words += f" --env-id uneven:Scenes-v0 --num-workers {args.num_envs} --num-envs {args.num_envs}"
+    words += f" --num-steps {args.num_steps} --total-timesteps {total} --hidden-size 16"
+    words += " --update-epochs 1 --num-minibatches 1 --eval-episodes 0 --learner-threads 1"
+    words += f" --device cpu --seed {seed} --sampler {sampler} --preemption {preemption}"
+    words += " --learning-rate 1e-6"
+    environ = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parent)}  # for uneven.py
+    how = {"capture_output": True, "text": True, "timeout": args.timeout, "env": environ}
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", str(port)]
-        words = f"ver_multigpu.py --env-id uneven:Scenes-v0 --num-workers {args.num_envs} --num-envs {args.num_envs}"
-        words += f" --num-steps {args.num_steps} --total-timesteps {args.rollouts * ranks * steps} --hidden-size 16"
-        words += f" --update-epochs 1 --num-minibatches 1 --eval-episodes 0 --learner-threads 1 --device cpu --seed {seed}"
-        words += f" --sampler {sampler} --preemption {preemption} --learning-rate 1e-6 --runs-dir {folder}"
-        environ = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parent)}  # for uneven.py
-        done = {"capture_output": True, "text": True, "timeout": args.timeout, "env": environ}
-        log = subprocess.run([*command, *words.split()], cwd=ROOT, **done)
+        command = [sys.executable, *words.split(), "--runs-dir", folder]
+        log = subprocess.run(command, cwd=ROOT, **how)
         if log.returncode:
             raise RuntimeError(log.stderr[-3000:])
-        events = EventAccumulator(folder + "/" + os.listdir(folder)[0]).Reload()
-        updates = [(event.wall_time, event.step) for event in events.Scalars("charts/SPS")][2:]
-        means = {
-            tag: float(np.mean([event.value for event in events.Scalars(f"ranks/{tag}")][2:]))
-            for tag in ("stale_share", "predicted_sec", "rollout_sec")
-            if f"ranks/{tag}" in events.Tags()["scalars"]
-        }
-        learning = float(np.mean([event.value for event in events.Scalars("time/learning_sec")][2:]))
-    (began, first), (ended, last) = updates[0], updates[-1]
-    return {"sps": (last - first) / (ended - began), "learning_sec": learning, **means}
+        (run,) = Path(folder).iterdir()
+        events = EventAccumulator(str(run)).Reload()
+    found = {}
+    for tag in (
+        "time/learning_sec",
+        "ranks/stale_share",
+        "ranks/predicted_sec",
+        "ranks/rollout_sec",
+    ):
+        if tag in events.Tags()["scalars"]:
+            values = [event.value for event in events.Scalars(tag)][2:]
+            found[tag.split("/")[1]] = float(np.mean(values))
+    _, _, first, *_, last = events.Scalars("charts/SPS")
+    rate = (last.step - first.step) / (last.wall_time - first.wall_time)
+    return {"sps": rate, **found}
 
 
 def run_all(args):
     """Every mode and number of ranks, interleaved; the ratios to one rank."""
     results = {}
-    for round_ in range(args.rounds):
+    fewest = args.ranks[0]
+    for number in range(1, args.rounds + 1):
         for ranks in args.ranks:
             for mode in args.modes:
-                found = run_ranks(ranks, *MODES[mode], args, seed=round_ + 1)
+                found = run_ranks(ranks, *MODES[mode], args, seed=number)
                 results.setdefault(mode, {}).setdefault(ranks, []).append(found)
-                ratio = found["sps"] / np.mean([one["sps"] for one in results[mode][args.ranks[0]]])
+                ratio = found["sps"] / np.mean([one["sps"] for one in results[mode][fewest]])
                 shown = " ".join(f"{name} {value:.4g}" for name, value in found.items())
-                print(f"round {round_ + 1}: {mode:15} {ranks} ranks: {ratio:.2f} times {args.ranks[0]}; {shown}", flush=True)
+                words = f"{mode:15} {ranks} ranks: {ratio:.2f} times {fewest}; {shown}"
+                print(f"round {number}: {words}", flush=True)
     for mode, by_ranks in results.items():
-        one = np.mean([found["sps"] for found in by_ranks[args.ranks[0]]])
+        one = np.mean([found["sps"] for found in by_ranks[fewest]])
         for ranks, runs in by_ranks.items():
             rates = [found["sps"] for found in runs]
             ratio = f"{np.mean(rates) / one:.2f} ({min(rates) / one:.2f}-{max(rates) / one:.2f})"
-            print(f"{mode:15} {ranks} ranks: {np.mean(rates):7.1f} steps/s = {ratio} times {args.ranks[0]}")
+            words = f"{np.mean(rates):7.1f} steps/s = {ratio} times {fewest}"
+            print(f"{mode:15} {ranks} ranks: {words}")
     return results
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=["run", "simulate"])
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES))
@@ -204,12 +247,13 @@ def main():
     parser.add_argument("--num-envs", type=int, default=8)
     parser.add_argument("--num-steps", type=int, default=64)
     parser.add_argument("--scenes", type=float, default=0.5, help="simulate: sigma between scenes")
-    parser.add_argument("--learning-sec", type=float, default=20.0, help="simulate: in mean step times")
+    mean = "simulate: in mean step times"
+    parser.add_argument("--learning-sec", type=float, default=20.0, help=mean)
     parser.add_argument("--timeout", type=float, default=600)
     parser.add_argument("--picture")
     parser.add_argument("--json")
     args = parser.parse_args()
-    results = (run_all if args.what == "run" else simulate_all)(args)
+    results = run_all(args) if args.what == "run" else simulate_all(args)
     if args.picture:
         draw(results, args.picture)
     if args.json:

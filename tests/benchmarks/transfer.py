@@ -1,11 +1,13 @@
-"""What a trained PointNav agent is worth on other tasks: the variants of DD-PPO section 6, on Flee and Explore.
+"""What a trained PointNav agent is worth on other tasks: the variants of DD-PPO section 6, on Flee
+and Explore.
 
-    python tests/benchmarks/transfer.py run --checkpoint FILE    FILE: checkpoint.pt of a run of `--env-id pointnav`
-    python tests/benchmarks/transfer.py table                    prints the table of notebooks/README.md
-    python tests/benchmarks/transfer.py picture                  draws notebooks/pictures/transfer.png
+    python tests/benchmarks/transfer.py run --checkpoint FILE    FILE: of a run of `pointnav`
+    python tests/benchmarks/transfer.py table                    prints the manual's table
+    python tests/benchmarks/transfer.py picture                  draws pictures/transfer.png
 
-Each run is a ver_ppo.py of its own, on the built-in simulator, and ends with the evaluation of 200 validation episodes. What
-came out is kept in notebooks/results/transfer.json; `run` does what is not there yet. Two minutes each, by hand.
+Each run is a ver_ppo.py of its own, on the built-in simulator, and ends with the evaluation of 200
+validation episodes. What came out is kept in notebooks/results/transfer.json; `run` does what is
+not there yet. Two minutes each, by hand.
 """
 
 import argparse
@@ -20,27 +22,35 @@ from results import ROOT, draw, dump, machine, read_curves, run_command
 TASKS = {"Flee": "m from the start", "Explore": "m² seen"}
 VARIANTS = {  # what is taken from the checkpoint
     "from scratch": "",
-    "frozen encoder, policy anew": "--init-from {} --freeze-encoder --reset-policy",
-    "frozen encoder, policy fine-tuned": "--init-from {} --freeze-encoder --reset-critic",
-    "neural controller": "--controller {}",
+    "frozen encoder, policy anew": "--init-from {} --freeze-encoder --reset policy",
+    "frozen encoder, policy fine-tuned": "--init-from {} --freeze-encoder --reset critic",
+    "neural controller": (
+        "--init-from {} --policy notebooks.extensions.controller:NeuralController"
+    ),
 }
 FILE = draw.RESULTS / "transfer.json"
 
 
 def train(task, variant, seed, args):
     """One run: its evaluation's mean return and standard error, and its curves."""
+    line = f"python ver_ppo.py --env-id notebooks.environments.tasks:{task}-v0"
+    line += f" --env-kwargs simulator=builtin --seed {seed}"
+    line += f" --total-timesteps {args.total_timesteps}"
+    if VARIANTS[variant]:
+        line += " " + VARIANTS[variant].format(args.checkpoint.resolve())
     with tempfile.TemporaryDirectory() as folder:
-        line = f"python ver_ppo.py --env-id notebooks.tasks:{task}-v0 --simulator builtin --seed {seed}"
-        more = f"--total-timesteps {args.total_timesteps} {VARIANTS[variant].format(args.checkpoint.resolve())}"
-        run, evaluation = run_command(f"{line} {more}", folder)
+        run, evaluation = run_command(line, folder)
         print(f"{task}, {variant}, seed {seed}: {evaluation}", flush=True)
         tag = "charts/episodic_return"
         return {"seed": seed, "evaluation": evaluation, "curves": {tag: read_curves(run)[tag]}}
 
 
 def train_all(args):
-    """All that is missing; one seed of everything after the other, so that whatever disturbs, disturbs all."""
-    found = json.loads(FILE.read_text()) if FILE.exists() else {"machine": machine(), "runs": {}}
+    """All that is missing; one seed of everything after the other, so that whatever disturbs,
+    disturbs all."""
+    found = {"machine": machine(), "runs": {}}
+    if FILE.exists():
+        found = json.loads(FILE.read_text())
     for seed in args.seeds:
         for task in TASKS:
             for variant in args.variants:
@@ -52,16 +62,21 @@ def train_all(args):
 
 def table(runs):
     """Mean and range of the seeds' evaluations."""
-    lines = [f"| | {' | '.join(f'{task}: {what}' for task, what in TASKS.items())} |", "|---|---|---|"]
+    heads = [f"{task}: {what}" for task, what in TASKS.items()]
+    lines = [f"| | {' | '.join(heads)} |", "|---|---|---|"]
     for variant in VARIANTS:
-        means = [[run["evaluation"]["return"][0] for run in runs[task][variant]] for task in TASKS]
-        cells = [f"{np.mean(mean):.1f} ({min(mean):.1f} to {max(mean):.1f})" for mean in means]
+        cells = []
+        for task in TASKS:
+            means = [run["evaluation"]["return"][0] for run in runs[task][variant]]
+            cells.append(f"{np.mean(means):.1f} ({min(means):.1f} to {max(means):.1f})")
         lines.append(f"| {variant} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=("run", "table", "picture"))
     parser.add_argument("--checkpoint", type=Path)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])

@@ -1,12 +1,11 @@
-"""Emulated simulators: environments whose steps sleep, as unevenly as those of the papers. Importing registers them.
+"""Emulated simulators: environments whose steps sleep, as unevenly as those of the papers.
+Importing registers them.
 
-A step sleeps a mean time, multiplied by three log-normal factors of mean 1: one is drawn for the environment, one at every
-reset, one at every step.
+A step sleeps a mean time, multiplied by three log-normal factors of mean 1: one is drawn for the
+environment, one at every reset, one at every step.
 """
 
 import functools
-import multiprocessing
-import re
 import time
 
 import gymnasium as gym
@@ -14,27 +13,41 @@ import numpy as np
 from peers import PointNavSteady, pointnav
 
 UNCHECKED = {"disable_env_checker": True}
-SIMULATORS = {  # what sleeps, milliseconds of a step, spreads (sigma): from step to step, between environments and episodes
+SIMULATORS = {
+    # what sleeps, milliseconds of a step, spreads (sigma): from step to step, between environments
+    # and between episodes
     "Rearrangement-v0": (PointNavSteady, 20.0, (0.9, 0.15, 0.2)),
     "RearrangementEven-v0": (PointNavSteady, 20.0, (0.0, 0.0, 0.0)),
     "Navigation-v0": (PointNavSteady, 10.0, (0.45, 0.1, 0.1)),
     "NavigationEven-v0": (PointNavSteady, 10.0, (0.0, 0.0, 0.0)),
-    "UnevenCartPole-v0": (functools.partial(gym.make, "CartPole-v1", **UNCHECKED), 1.0, (0.5, 0.5, 0.3)),
-    "UnevenPointNav-v0": (functools.partial(pointnav.PointNav, image_size=32), 2.0, (0.5, 0.5, 0.3)),
-    # episodes are scenes of 150 steps, some slower than others
-    "Scenes-v0": (functools.partial(gym.make, "tests.envs:Count-v0", limit=150, **UNCHECKED), 100.0, (0.4, 0.0, 0.5)),
+    "UnevenCartPole-v0": (
+        functools.partial(gym.make, "CartPole-v1", **UNCHECKED),
+        1.0,
+        (0.5, 0.5, 0.3),
+    ),
+    "UnevenPointNav-v0": (
+        functools.partial(pointnav.PointNav, image_size=32),
+        2.0,
+        (0.5, 0.5, 0.3),
+    ),
+    "Scenes-v0": (  # episodes are scenes of 150 steps, some slower than others
+        functools.partial(gym.make, "tests.envs:Count-v0", limit=150, **UNCHECKED),
+        100.0,
+        (0.4, 0.0, 0.5),
+    ),
 }
 
 
 class Uneven(gym.Wrapper):
-    """What `make` makes, with steps that sleep. Seed and number of the environment decide for how long."""
+    """What `make` makes, with steps that sleep. Seed and number of the environment decide for how
+    long."""
 
     def __init__(self, make, mean_ms, spread, options, number):
         super().__init__(make())
-        if number is None:  # by a ver_ppo.py that does not tell it: the number of its worker, in the name of the process
-            number = int((re.findall(r"\d+", multiprocessing.current_process().name) or "0")[-1])
-        self.rng, self.spread = generator(options.seed if options else 1, number), spread
-        self.mean_sec = self.episode_sec = mean_ms / 1000 * draw(self.rng, spread[1])
+        self.rng = generator(options.seed if options else 1, number)
+        self.spread = spread
+        self.mean_sec = mean_ms / 1000 * draw(self.rng, spread[1])
+        self.episode_sec = self.mean_sec
 
     def reset(self, **arguments):
         self.episode_sec = self.mean_sec * draw(self.rng, self.spread[2])
@@ -56,5 +69,6 @@ def draw(rng, sigma, size=None):
 
 
 for name, (make, mean_ms, spread) in SIMULATORS.items():
-    settings = {"make": make, "mean_ms": mean_ms, "spread": spread, "options": None, "number": None}
+    told = {"options": None, "number": 0}
+    settings = {"make": make, "mean_ms": mean_ms, "spread": spread, **told}
     gym.register(name, f"{__name__}:Uneven", kwargs=settings)
