@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from conftest import ROOT
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -143,3 +144,19 @@ def test_own_environment(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert ver_ppo.main(arguments(next(command for command in RUN if "corridor:" in command))) == 0
     assert read_events(tmp_path / "runs").Scalars("eval/arrived")[-1].value > 0.9
+
+
+def test_own_core(tmp_path, monkeypatch):
+    """The manual's GRU works by the option beside it, trains, and its two ways to compute are one."""
+    (tmp_path / "gru.py").write_text(re.search(r"```python\n(from torch.*?)```", MANUAL, re.S)[1])
+    monkeypatch.syspath_prepend(tmp_path)
+    args = ["--policy", "gru:GRUPolicy", "--env-id", "CartPole-v1", "--num-workers", "0", "--debug"]
+    assert ver_ppo.main([*args, "--runs-dir", str(tmp_path / "runs"), *SHORT]) == 0
+    core = ver_ppo.load("gru:GRU")(5, 8)
+    x_MF, state_Q = torch.randn(7, 5), torch.randn(3, 1, 8)
+    batch_sizes = torch.tensor([3, 2, 2])
+    stepped, state = [], state_Q
+    for x_BF in x_MF.split(batch_sizes.tolist()):
+        out_BH, state = core.step(x_BF, state[: len(x_BF)])
+        stepped.append(out_BH)
+    torch.testing.assert_close(core.sequences(x_MF, state_Q, batch_sizes), torch.cat(stepped))

@@ -29,7 +29,7 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-import ver_multigpu  # noqa: E402
+from notebooks.extensions.virtual_ranks import simulate  # noqa: E402
 
 MODES = {
     "ver optimal": ("ver", "optimal"),
@@ -39,89 +39,6 @@ MODES = {
 }
 
 # ----------------------------------------------------------------------------------- Virtual clock
-
-
-def arrivals(residual_RN, duration_RNK, sampler, num_steps):
-    """When the steps of each rank are complete: R x S, in order; and of which environment they
-    are."""
-    num_ranks, num_envs = residual_RN.shape
-    if sampler == "sync":
-        slowest_R1K = duration_RNK.max(axis=1, keepdims=True)
-        duration_RNK = np.broadcast_to(slowest_R1K, duration_RNK.shape)
-        residual_RN = np.broadcast_to(residual_RN.max(axis=1, keepdims=True), residual_RN.shape)
-    arrival_RNK = residual_RN[:, :, None] + np.cumsum(duration_RNK, axis=2) - duration_RNK[:, :, :1]
-    if sampler != "ver":
-        arrival_RNK = arrival_RNK[:, :, :num_steps]
-    flat = arrival_RNK.reshape(num_ranks, -1)
-    order_RS = np.argsort(flat, axis=1, kind="stable")[:, : num_steps * num_envs]
-    return np.take_along_axis(flat, order_RS, axis=1), order_RS // arrival_RNK.shape[2], arrival_RNK
-
-
-def simulate(
-    num_ranks,
-    num_envs,
-    num_steps,
-    sampler,
-    preemption,
-    rollouts,
-    seed,
-    scenes=0.5,
-    steps=0.4,
-    learning_sec=20.0,
-):
-    """Steps per second of all ranks under a virtual clock, in which a step takes a second on
-    average; and the same if the best S of every one of these rollouts had been known."""
-    rng = np.random.default_rng(seed)
-    most = num_steps * (6 if sampler == "ver" else 1)  # of one environment in one rollout
-    scene_RN = rng.lognormal(0, scenes, (num_ranks, num_envs))
-    residual_RN = scene_RN * rng.random((num_ranks, num_envs))
-    clock = 0.0
-    collected = 0
-    best_sec = 0.0
-    limit = None
-    for rollout in range(rollouts):
-        changes = rng.random((num_ranks, num_envs)) < 0.5
-        scene_RN = np.where(changes, rng.lognormal(0, scenes, (num_ranks, num_envs)), scene_RN)
-        duration_RNK = rng.lognormal(-(steps**2) / 2, steps, (num_ranks, num_envs, most))
-        duration_RNK = duration_RNK * scene_RN[:, :, None]
-        arrival_RS, env_RS, arrival_RNK = arrivals(residual_RN, duration_RNK, sampler, num_steps)
-        in_order = np.sort(arrival_RS.ravel())
-        end_R = arrival_RS[:, -1]  # of each rank's rollout
-        if limit is not None and preemption == "optimal":
-            end_R = np.minimum(end_R, in_order[limit - 1])
-        if limit is not None and preemption == "threshold":
-            quarter_R = arrival_RS[:, arrival_RS.shape[1] // 4 - 1]
-            enough_done = np.sort(end_R)[limit - 1]
-            end_R = np.minimum(end_R, np.maximum(enough_done, quarter_R))
-        there_RS = arrival_RS <= end_R[:, None]
-        most_of_one = num_steps * (num_envs if sampler == "ver" else 1)
-        ranks = zip(arrival_RS, env_RS, there_RS, end_R)
-        step_sec_RN = np.array([mean_step_sec(*rank, num_envs, most_of_one) for rank in ranks])
-        if preemption == "optimal":
-            variable = sampler == "ver"
-            limit, _ = ver_multigpu.optimal_preemption(
-                step_sec_RN, num_steps, variable, learning_sec
-            )
-        elif preemption == "threshold":
-            limit = ver_multigpu.threshold_preemption(num_ranks, 0.6)
-        over = end_R.max() + learning_sec
-        next_RN = np.where(arrival_RNK > end_R[:, None, None], arrival_RNK, np.inf).min(axis=2)
-        left_RN = np.maximum(0.0, next_RN - over)
-        residual_RN = np.where(np.isinf(next_RN), duration_RNK[:, :, 0], left_RN)
-        if rollout >= 2:  # the first rollout is never preempted
-            clock += over
-            collected += there_RS.sum()
-            best_rate = (np.arange(1, in_order.size + 1) / (in_order + learning_sec)).max()
-            best_sec += there_RS.sum() / best_rate
-    return {"rate": collected / clock, "hindsight": collected / best_sec}
-
-
-def mean_step_sec(arrival_S, env_S, there_S, end, num_envs, most_of_one):
-    """As ver_multigpu.step_seconds, of one rank."""
-    count_N = np.bincount(env_S[there_S], minlength=num_envs)
-    last_N = np.zeros(num_envs)
-    np.maximum.at(last_N, env_S[there_S], arrival_S[there_S])
-    return np.maximum(np.where(count_N >= most_of_one, last_N, end), 1e-9) / np.maximum(count_N, 1)
 
 
 def simulate_all(args):
