@@ -19,6 +19,7 @@ from notebooks.extensions import (
     play,
     population,
     virtual_clock,
+    virtual_ranks,
     wrappers,
 )
 
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.quick
 SOURCE = (ROOT / "ver_ppo.py").read_text()
 ROWS = re.findall(r"^\| (.+) \| (`.+`) \| (.+) \| \[(\w+)\]\((tests/\w+\.py)\) \|$", (ROOT / "README.md").read_text(), re.M)
 ENVIRONMENTS = [habitat, pointnav, rearrange, tasks]
-EXTENSIONS = [chain, controller, play, population, virtual_clock, wrappers]
+EXTENSIONS = [chain, controller, play, population, virtual_clock, virtual_ranks, wrappers]
 BESIDE = [draw, *ENVIRONMENTS, *EXTENSIONS]  # the scripts
 MODULES = pytest.mark.parametrize("module", [ver_ppo, ver_multigpu, *BESIDE], ids=lambda module: module.__name__)
 
