@@ -490,8 +490,8 @@ class Environment:
         e = self.number
         began_at = time.perf_counter()
         action = to_env_action(self.spec.action, io.action[e])
+        self.length += 1  # before the step: if that raises, its number is known
         observation, reward, terminated, truncated, info = self.env.step(action)
-        self.length += 1
         self.total_reward += float(reward)
         io.reward[e] = reward
         io.terminated[e] = terminated
