@@ -1149,19 +1149,18 @@ def describe_env(options):
     """Make one environment, look at its spaces, with --num-workers auto time some of its steps, and
     close it. Raises UserError if that fails, or if a space is not supported."""
     try:
-        env = make_env(options)
-        metrics = env.metadata.get("metrics", ())
-        spec = EnvSpec(env.observation_space, env.action_space, metrics)
-        check_spaces(spec)
-        if options.num_workers == "auto":
-            spec.step_sec, spec.cpu_sec = time_steps(env)
-        env.close()
+        with contextlib.closing(make_env(options)) as env:
+            metrics = env.metadata.get("metrics", ())
+            spec = EnvSpec(env.observation_space, env.action_space, metrics)
+            check_spaces(spec)
+            if options.num_workers == "auto":
+                spec.step_sec, spec.cpu_sec = time_steps(env)
     except UserError:
         raise
     except Exception as error:  # whatever the environment's own code raises
         doors = " ".join(["", *options.env_kwargs, *options.wrappers])
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        refuse(options, "env_id", f"cannot be made{doors and f' with{doors}'} ({reason})")
+        refuse(options, "env_id", f"cannot be used{doors and f' with{doors}'} ({reason})")
     return spec
 
 
