@@ -40,7 +40,7 @@ def test_first_commands():
     """One line sets up and trains, one line uses two processes, one line sets up and tests."""
     install = "pip install -r requirements.txt && python"
     first = f"{install} ver_ppo.py --env-id pointnav", "torchrun --nproc-per-node 2 ver_multigpu.py --env-id pointnav"
-    assert COMMANDS[:3] == [*first, f"{install} -m pytest tests"]
+    assert COMMANDS[:3] == [*first, f"{install} -m pytest tests -n 2"]
 
 
 @pytest.mark.parametrize("page", PAGES)
