@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from conftest import ROOT
 from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
 
 import ver_ppo
 from notebooks.environments.pointnav import PointNav
@@ -32,14 +33,21 @@ def check_outputs(notebook):
 @EACH
 def test_notebook_runs(path):
     """As a reader runs it: in its folder, with a fresh kernel; within the two minutes that are
-    promised (and some more for a slow machine)."""
-    notebook = nbformat.read(path, as_version=4)
-    for cell in notebook.cells:
-        if cell.cell_type == "code":
-            cell.outputs = []
-    NotebookClient(
-        notebook, timeout=300, resources={"metadata": {"path": str(path.parent)}}
-    ).execute()
+    promised (and some more for a slow machine). The first one compares times of a real run with
+    predictions: on a machine that does other things meanwhile, it may try three times."""
+    tries = 3 if path.stem.startswith("01") else 1
+    for attempt in range(1, tries + 1):
+        notebook = nbformat.read(path, as_version=4)
+        for cell in notebook.cells:
+            if cell.cell_type == "code":
+                cell.outputs = []
+        where = {"metadata": {"path": str(path.parent)}}
+        try:
+            NotebookClient(notebook, timeout=300, resources=where).execute()
+            break
+        except CellExecutionError as error:
+            if attempt == tries or "match: False" not in str(error):
+                raise
     check_outputs(notebook)
 
 
