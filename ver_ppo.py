@@ -5,8 +5,8 @@ slowest. VER does not: whichever environments have answered form the next infere
 rollout ends when S = T x N steps (--num-steps times --num-envs) are complete, no matter which
 environments contributed how many. A step that is in flight at that moment counts for the next
 rollout. The uneven experience is cut into mini-batches of equal size for a recurrent network, fast
-environments are weighted down, and at most N of the steps that PPO learns from come from an older
-policy.
+environments are weighted down, and (without --overlap and async) at most N of the steps that PPO
+learns from come from an older policy.
 
     python ver_ppo.py --env-id pointnav            trains, shows its progress, evaluates
     python ver_ppo.py --help                       explains every option
@@ -109,7 +109,8 @@ class Options:
     # without variable rollouts); sync: T of each, in lock-step (DD-PPO); async: without end, in
     # trajectories of T, with V-trace (Sample Factory's APPO)
     sampler: Literal["ver", "nover", "sync", "async"] = "ver"
-    overlap: bool = False  # another process collects meanwhile: faster, data are one update older
+    # another process collects the next rollout while this one learns: faster, data one update older
+    overlap: bool = False
 
     learning_rate: float = 1e-3  # at the start; decays to 0 along a cosine
     gamma: float = 0.99  # discount factor
@@ -381,8 +382,9 @@ class Rollout(Shared):
         if shared:
             share_memory([*self.obs.values(), self.state])
         self.size = 0  # steps that are collected: the first ones of the table
-        self.learned = 0  # steps to learn from: these; or all, once `fill_up` (ver_multigpu.py)
-        # value after the end of each segment (there are N, of async's trajectories, too)
+        # steps that PPO uses: these; with many GPUs S, once a short rollout is filled up
+        self.learned = 0
+        # value after each segment's last step: N segments (async has N trajectories, too)
         self.bootstrap = np.zeros(num_envs, np.float32)
         self.clock = (0.0, 0.0, 0.0)  # when collecting began and ended, seconds that it waited
         action = spec.action_dtype, (spec.action_dims,)
@@ -471,7 +473,7 @@ class Environment:
         """Begin the next episode, from a seed of its own."""
         self.io.episode[self.number] += 1
         episode = self.io.episode[self.number]
-        # the first number is 0 or 1; others (SEED_OF_LEARNER ...) are for other generators
+        # first number 0: train, 1: val; SEED_OF_LEARNER and others are for other generators
         seed = derive_seed(self.split == "val", self.options.seed, self.number, episode)
         observation, _ = self.env.reset(seed=seed)
         self.length = 0
@@ -490,7 +492,7 @@ class Environment:
         e = self.number
         began_at = time.perf_counter()
         action = to_env_action(self.spec.action, io.action[e])
-        self.length += 1  # before the step: if that raises, its number is known
+        self.length += 1  # before the step: if that raises, the error names the right one
         observation, reward, terminated, truncated, info = self.env.step(action)
         self.total_reward += float(reward)
         io.reward[e] = reward
@@ -612,7 +614,7 @@ class Collector:
         self.in_flight_N = np.zeros(num_envs, bool)
         self.answered = []  # environments that have answered and were not taken, in this order
         self.idle = np.arange(0)  # environments that were taken and got no action yet
-        # recurrent state after each environment's latest step
+        # recurrent state after each environment's latest action, its step complete or not
         self.state_N = torch.zeros(num_envs, *policy.state_shape, device=self.device)
         self.steps_N = np.zeros(num_envs, int)  # that each has completed in this rollout
         # the most steps that an environment may give to a rollout
@@ -626,6 +628,7 @@ def await_answers(c, most, collected=0):
     """Dynamic batching (VER section 2.1): the environments that have answered, at least one, in
     order of arrival; `sync` waits for all. Empty if the rollout, of which so many steps are
     collected, must end first."""
+    # check_options sees to it that sync may take all at once
     needed = c.options.num_envs if c.options.sampler == "sync" else 1
     began_at = time.perf_counter()
     c.answered += c.workers.receive(0)
@@ -644,7 +647,7 @@ def observe(c, env_B, final=False):
     rows = c.io.final_obs if final else c.io.obs
     obs = {key: torch.from_numpy(rows[key][env_B]).to(c.device) for key in rows.dtype.names}
     prev_action_BA = torch.from_numpy(c.pending.action[env_B]).to(c.device)
-    first_B = c.io.first[env_B] & (not final)  # of the next episode, if the row shows that
+    first_B = c.io.first[env_B] & (not final)  # after a reset, it is about the next episode
     first_B = torch.from_numpy(first_B).to(c.device)
     state_B = c.state_N[torch.from_numpy(env_B)] * ~first_B[:, None, None]
     return obs, prev_action_BA, first_B, state_B
@@ -851,8 +854,8 @@ def compute_advantages(
         if done:
             next_value[segment] = 0.0
             next_advantage[segment] = 0.0
-        target = next_value[segment] + gae_lambda * next_advantage[segment]
-        advantage = reward + gamma * target - value
+        future = next_value[segment] + gae_lambda * next_advantage[segment]
+        advantage = reward + gamma * future - value
         advantage_S[step] = advantage
         next_value[segment] = value
         next_advantage[segment] = keep * advantage
@@ -1000,7 +1003,8 @@ def ppo_update(policy, optimizer, rollout, options, average=lambda tensors: None
             batch = make_batch(rollout, minibatch, device)
             batch["advantage"] = (batch["advantage"] - mean) / deviation
             logs.append(minibatch_step(policy, optimizer, batch, options, average))
-    update_statistics(policy, rollout, average)  # of RGB images: last, to learn as it was acted
+    # mean and deviation of RGB images: after learning, which must see what acting saw
+    update_statistics(policy, rollout, average)
     means = {name: torch.stack([log[name] for log in logs]).mean().item() for name in logs[0]}
     if means["losses/skipped"] == 1:
         reason = "not one gradient of this update was finite"
