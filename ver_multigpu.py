@@ -86,9 +86,7 @@ class Options(ver_ppo.Options):
             ),
             (not self.checkpoint, "checkpoint", "is evaluated by ver_ppo.py"),
         ]
-        for holds, option, advice in rules:
-            if not holds:
-                ver_ppo.refuse(self, option, advice)
+        ver_ppo.check_rules(self, rules)
 
 
 class RankFailure(Exception):

@@ -547,9 +547,9 @@ class Workers:
     when actions for them are in place (at first: when they must start), and come back by
     `receive`."""
 
-    def __init__(self, environments):
+    def __init__(self, environments, num_workers):
         self.environments = environments
-        self.num_workers = count_workers(environments[0].options, environments[0].spec)
+        self.num_workers = num_workers
         self.context = process_context()
         # when each was asked to answer (time.monotonic); 0: it has answered
         self.asked_at_N = np.zeros(len(environments))
@@ -1804,8 +1804,9 @@ def make_workers(options, split, spec, io):
     """All environments of a split, in worker processes or (--num-workers 0) here."""
     numbers = range(options.num_envs)
     environments = [CheckedEnvironment(e, options, split, spec, io) for e in numbers]
-    if count_workers(options, spec):
-        return SupervisedWorkers(environments)
+    num_workers = count_workers(options, spec)
+    if num_workers:
+        return SupervisedWorkers(environments, num_workers)
     return InlineWorkers(environments)
 
 
@@ -1870,15 +1871,13 @@ class SupervisedWorkers(Workers):
     The environments that owe an answer then start anew, which is an answer; the others do so when
     their next action arrives."""
 
-    def __init__(self, environments):
-        options = environments[0].options
-        num_workers = count_workers(options, environments[0].spec)
-        self.timeout_sec = options.env_timeout
+    def __init__(self, environments, num_workers):
+        self.timeout_sec = environments[0].options.env_timeout
         self.next_check = 0.0
         self.restarted_at = []
         self.heard_at_W = np.zeros(num_workers)  # when each worker has answered last
         self.last_words = torch.zeros(num_workers, 8000, dtype=torch.uint8).share_memory_()
-        super().__init__(environments)
+        super().__init__(environments, num_workers)
 
     def start(self, worker):
         return super().start(worker, guarded_worker, self.last_words[worker])
@@ -2524,6 +2523,13 @@ def refuse(options, name, message):
     raise UserError(f"--{name.replace('_', '-')} {getattr(options, name)}: {message}")
 
 
+def check_rules(options, rules):
+    """Raise UserError for the first rule, (holds, option's name, advice), that does not hold."""
+    for holds, name, advice in rules:
+        if not holds:
+            refuse(options, name, advice)
+
+
 def check_options(options):
     """Raise UserError for the first option that cannot work, with the way to mend it."""
     o = options
@@ -2542,7 +2548,7 @@ def check_options(options):
     steps = f"--num-steps x --num-envs = {o.rollout_steps}"
     begins = bool(o.init_from)
     goes_on = bool(o.resume or o.checkpoint)
-    for holds, name, message in [
+    rules = [
         (0 <= o.gamma <= 1, "gamma", "must be within 0..1"),
         (0 <= o.gae_lambda <= 1, "gae_lambda", "must be within 0..1"),
         (o.lstm_layers in (0, 1, 2), "lstm_layers", "must be 0, 1 or 2"),
@@ -2583,9 +2589,8 @@ def check_options(options):
             "needs an encoder: --encoder none has no image",
         ),
         (o.reset == "nothing" or begins, "reset", "needs --init-from"),
-    ]:
-        if not holds:
-            refuse(o, name, message)
+    ]
+    check_rules(options, rules)
 
 
 def choose_device(options):

@@ -15,7 +15,6 @@ RESULTS = ROOT / "notebooks" / "results"  # written by tests/benchmarks/results.
 sys.path.insert(0, str(ROOT))  # for notebooks, which run in their own folder
 from notebooks.environments.pointnav import SUCCESS_M  # noqa: E402
 from notebooks.extensions import virtual_clock  # noqa: E402
-from notebooks.extensions.play import shortest_path  # noqa: E402
 
 # Okabe and Ito's colours: they differ for the colour-blind, and on white and on grey
 BLUE = "#0072B2"
@@ -264,7 +263,7 @@ def plan_view(axis, env):
     end = env.path[-1]
     flat(axis, env.plan.boxes_K4, env.plan.num_walls, env.plan.size)
     env.position = start
-    axis.plot(*np.array(shortest_path(env)).T, color=GREEN, lw=3, alpha=0.6)
+    axis.plot(*np.array(env.shortest_path()).T, color=GREEN, lw=3, alpha=0.6)
     env.position = end
     axis.plot(*np.array(env.path).T, color=BLUE, lw=1.5)
     axis.add_patch(plt.Circle(env.goal, SUCCESS_M, fill=False, edgecolor="black", lw=1))

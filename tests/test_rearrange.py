@@ -48,7 +48,7 @@ class Legs:
         goal_2 = env.position + distance * np.array([math.cos(angle), math.sin(angle)])
         env.goal = goal_2
         env.aim(goal_2)
-        offset = play.shortest_path(env)[1] - env.position
+        offset = env.shortest_path()[1] - env.position
         turn = (math.atan2(offset[1], offset[0]) - env.heading + math.pi) % (2 * math.pi) - math.pi
         return [1 if abs(turn) < math.radians(5.1) else 2 if turn > 0 else 3]
 

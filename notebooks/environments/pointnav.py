@@ -251,6 +251,17 @@ class PointNav(gym.Env):
         the goal itself)."""
         return sight(position_2, self.waypoints_C2, self.plan.blocked_K4) + self.beyond_C
 
+    def shortest_path(self):
+        """Points of the shortest path from where the agent stands to the goal."""
+        points = [self.position]
+        beyond = np.inf
+        while beyond > 0:
+            length_C = np.where(self.beyond_C < beyond, self.waypoints(points[-1]), np.inf)
+            via = length_C.argmin()
+            points.append(self.waypoints_C2[via])
+            beyond = self.beyond_C[via]
+        return points
+
     def observe(self, goal=None):
         """What the agent perceives, with its goal or another one: one ray per image column gives
         the wall's depth; floor and ceiling are planes."""

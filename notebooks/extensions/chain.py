@@ -6,7 +6,7 @@ import math
 import numpy as np
 
 from notebooks.environments import pointnav, rearrange
-from notebooks.extensions.play import Skill, shortest_path
+from notebooks.extensions.play import Skill
 
 HANDOFF_M = 0.6  # how far before the object, or its place, Navigate ends
 
@@ -26,7 +26,7 @@ def point_before(env, target_2):
     env.goal = target_2
     env.aim(target_2)
     left_m = HANDOFF_M
-    points = shortest_path(env)[::-1]
+    points = env.shortest_path()[::-1]
     for near_2, far_2 in zip(points, points[1:]):
         length_m = math.dist(near_2, far_2)
         if left_m <= length_m:

@@ -3,7 +3,6 @@
 from dataclasses import fields
 from pathlib import Path
 
-import numpy as np
 import torch
 
 import ver_ppo
@@ -56,15 +55,3 @@ def play(policy, env, seed):
         observation, _, terminated, truncated, env.info = env.step(action)
         ended = terminated or truncated
         yield env
-
-
-def shortest_path(env):
-    """Points of the shortest path from where the agent stands to the goal."""
-    points = [env.position]
-    beyond = np.inf
-    while beyond > 0:
-        length_C = np.where(env.beyond_C < beyond, env.waypoints(points[-1]), np.inf)
-        via = length_C.argmin()
-        points.append(env.waypoints_C2[via])
-        beyond = env.beyond_C[via]
-    return points

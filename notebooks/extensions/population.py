@@ -62,15 +62,14 @@ class Options(ver_multigpu.Options):
     def __post_init__(self):
         super().__post_init__()
         numbers = f"0..{self.population_size - 1}: --population-size"
-        for holds, option, advice in [
+        rules = [
             (self.population_size > 0, "population_size", "must be a positive number"),
             (0 < self.evolve_interval < math.inf, "evolve_interval", "must be a positive number"),
             (self.evolve_after >= 0, "evolve_after", "must be 0 or more"),
             (0 <= self.member < self.population_size, "member", f"must be within {numbers}"),
             (not self.checkpoint, "checkpoint", "is evaluated by ver_ppo.py"),
-        ]:
-            if not holds:
-                ver_ppo.refuse(self, option, advice)
+        ]
+        ver_ppo.check_rules(self, rules)
 
 
 @dataclass(frozen=True)
