@@ -87,6 +87,7 @@ def fresh_caches():
     """Let it be found out anew whether Habitat is there."""
     habitat.require_habitat.cache_clear()
     pointnav.choose_simulator.cache_clear()
+    pointnav.say_once.cache_clear()
 
 
 @pytest.fixture(autouse=True)
@@ -269,7 +270,8 @@ def test_simulator_is_chosen(recorded, capsys):
     assert habitat.main([]) == 0
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("ok: ") and "objectgoal" in line and "spl" in line
-    one_line(capsys, ["--num-workers", "0"], "--num-workers 0")
+    asked = ["--num-workers", "0", "--env-kwargs", "simulator=habitat"]
+    one_line(capsys, asked, "--num-workers 0")
     assert make(num_workers=0, num_envs=1), "one simulator does no harm"
     fresh_caches()
     sys.modules["habitat"].get_config = lambda *args: {}["no such key"]
@@ -281,22 +283,80 @@ def test_simulator_is_chosen(recorded, capsys):
     assert "simulator: built-in (its configuration cannot be loaded" in capsys.readouterr().out
 
 
-def test_data_are_missing(recorded, capsys):
-    """Without its data set Habitat is not chosen, and refused in one line with the way out."""
+def test_without_workers(recorded, capsys, tmp_path):
+    """auto keeps to the built-in simulator with --num-workers 0, and says so once; a film, which is
+    made without workers, is of Habitat; keys of Habitat ask for it."""
+    line = "--env-id pointnav --overlap --num-workers 0 --total-timesteps 64 --eval-episodes 1"
+    assert ver_ppo.main(small(tmp_path, *line.split())) == 0
+    said = [text for text in capsys.readouterr().out.splitlines() if "simulator: " in text]
+    assert said == ["simulator: built-in (--num-workers 0: Habitat needs worker processes)"]
+    for split, num_envs in (("train", 1), ("train", 4), ("val", 1), ("val", 4)):
+        options = ver_ppo.Options(num_workers=0, num_envs=num_envs)
+        assert isinstance(ver_ppo.make_env(options, split).unwrapped, pointnav.PointNav)
+    for num_workers in ("auto", 1, 4):
+        options = ver_ppo.Options(num_workers=num_workers)
+        assert isinstance(ver_ppo.make_env(options).unwrapped, habitat.HabitatEnv)
+    # of any run: evaluation says 0 workers to what it films
+    film = ver_ppo.Options(num_workers=0, num_envs=1, capture_video=True)
+    assert isinstance(ver_ppo.make_env(film, "val").unwrapped, habitat.HabitatEnv)
+    asked = "--num-workers 0 --env-kwargs habitat.seed=3"
+    one_line(capsys, small(tmp_path, *asked.split()), "give at least 1")
+
+
+@pytest.mark.parametrize("chosen", [{}, {name: "verbose" for name in habitat.QUIET}])
+def test_quiet(monkeypatch, chosen):
+    """The log levels are set when habitat_sim is imported, and those that were set already stay."""
+    found = {}
+
+    class Finder:  # that all imports ask
+        def find_spec(self, name, path=None, target=None):
+            if name == "habitat_sim":
+                found.update({key: os.environ.get(key) for key in habitat.QUIET})
+                raise ImportError(name=name)
+
+    for name in habitat.QUIET:
+        monkeypatch.setenv(name, "restored after the test")
+        monkeypatch.delenv(name)
+    for name, value in chosen.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delitem(sys.modules, "habitat_sim", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
+    pointnav.choose_simulator(workerless=False)
+    assert found == habitat.QUIET | chosen
+
+
+def data_set(kind, **paths):
+    """Let configurations name this data set."""
     get_config = sys.modules["habitat"].get_config
 
     def elsewhere(path, overrides):
         config = get_config(path, overrides)
-        config.habitat.dataset.data_path = "nowhere/{split}.json.gz"
+        vars(config.habitat.dataset).update(type=kind, **paths)
         return config
 
     sys.modules["habitat"].get_config = elsewhere
+
+
+def test_data_are_missing(recorded, capsys):
+    """Without its data set Habitat is not chosen, and refused in one line with the way out."""
+    data_set("PointNav-v1", data_path="nowhere/habitat-test-scenes/{split}.json.gz")
     assert isinstance(ver_ppo.make_env(ver_ppo.Options()).unwrapped, pointnav.PointNav)
-    assert "built-in (data set nowhere/train.json.gz is missing" in capsys.readouterr().out
-    with pytest.raises(
-        FileNotFoundError, match="nowhere/train.json.gz is missing: .*datasets_download"
-    ):
+    missing = "data set PointNav-v1: nowhere/habitat-test-scenes/train.json.gz is missing"
+    assert f"built-in ({missing}" in capsys.readouterr().out
+    with pytest.raises(FileNotFoundError, match=f"{missing}: .*datasets_download"):
         make()
+
+
+@pytest.mark.parametrize("part", ["data_path", "scenes_dir"])
+@pytest.mark.parametrize("kind", ["ObjectNav-v1", "RearrangeDataset-v0"])
+def test_other_data_are_missing(recorded, capsys, tmp_path, kind, part):
+    """Another task's data set is named, with the path, and not where PointNav's comes from."""
+    data_set(kind, **{part: "nowhere/here"})
+    line = "--env-id habitat --env-kwargs config=benchmark/nav/objectnav/objectnav_mp3d.yaml"
+    assert ver_ppo.main(small(tmp_path, *line.split())) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert f"data set {kind}: nowhere/here is missing: see " in said
+    assert "DATASETS.md" in said and "datasets_download" not in said
 
 
 def test_the_check_fails(recorded, capsys):
@@ -316,6 +376,8 @@ def test_habitat_is_missing(capsys, tmp_path):
     line with the way out."""
     assert isinstance(ver_ppo.make_env(ver_ppo.Options()).unwrapped, pointnav.PointNav)
     assert "simulator: built-in (habitat_sim cannot be imported" in capsys.readouterr().out
+    ver_ppo.make_env(ver_ppo.Options(num_workers=0))
+    assert capsys.readouterr().out == "", "the same line is not said again"
     task = "--env-id notebooks.environments.tasks:Flee-v0 --env-kwargs simulator=habitat"
     own = "--env-id habitat --env-kwargs config=objectnav.yaml"
     for line in (

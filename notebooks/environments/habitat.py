@@ -24,9 +24,13 @@ SCENE_EPISODES = 50  # of training in a scene before the next one: loading a sce
 
 CONDA = "conda install habitat-sim withbullet headless -c conda-forge -c aihabitat-nightly"
 INSTALL = f"{CONDA}; pip install habitat-lab"
+TEST_SCENES = "habitat-test-scenes"  # in the path of POINTNAV's data set: these can be downloaded
 DATA_SETS = "habitat_test_pointnav_dataset habitat_test_scenes"
 DOWNLOAD = f"python -m habitat_sim.utils.datasets_download --uids {DATA_SETS}"
+TABLE = "see https://github.com/facebookresearch/habitat-lab/blob/main/DATASETS.md"
 ELSEWHERE = "--env-kwargs habitat.dataset.data_path=... habitat.dataset.scenes_dir=..."
+# else simulator and plugins, which read this when imported, write dozens of lines a run
+QUIET = {"MAGNUM_LOG": "quiet", "HABITAT_SIM_LOG": "quiet", "GLOG_minloglevel": "2"}
 
 # ----------------------------------------------------------------------------------- Configuration
 
@@ -53,8 +57,6 @@ def override_lines(overrides):
 def load_config(config, lines):
     """habitat-lab's configuration with these overrides. Raises ImportError without habitat-lab, and
     whatever its parser raises."""
-    for name in ("MAGNUM_LOG", "HABITAT_SIM_LOG"):  # a page for each simulator otherwise
-        os.environ.setdefault(name, "quiet")
     import habitat
 
     habitat.logger.setLevel("WARNING")
@@ -64,7 +66,10 @@ def load_config(config, lines):
 @functools.lru_cache
 def require_habitat(config, lines):
     """Raise ImportError, ValueError or FileNotFoundError if the packages, the configuration or its
-    data are missing: one line, with the way out. `lines`: a tuple of overrides."""
+    data are missing: one line, with the way out. `lines`: a tuple of overrides. Habitat is imported
+    here first, and quietly."""
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
     try:
         import habitat_sim  # noqa: F401
 
@@ -77,9 +82,11 @@ def require_habitat(config, lines):
         where = f"look at {config} and the keys with a dot in --env-kwargs"
         raise ValueError(f"its configuration cannot be loaded ({reason}): {where}") from None
     paths = [part.data_path.format(split=part.split) for part in data]
+    way_out = DOWNLOAD if TEST_SCENES in paths[0] else TABLE
     for path in (*paths, data[0].scenes_dir):
         if not os.path.exists(path):
-            raise FileNotFoundError(f"data set {path} is missing: {DOWNLOAD}; or {ELSEWHERE}")
+            missing = f"data set {data[0].type}: {path} is missing"
+            raise FileNotFoundError(f"{missing}: {way_out}; or {ELSEWHERE}")
 
 
 def own_lines(options, split, number):
@@ -162,7 +169,7 @@ class HabitatEnv(gym.Env):
         lines = override_lines(overrides)
         require_habitat(config, tuple(lines))
         if options and options.num_workers == 0 and options.num_envs > 1:
-            reason = "several simulators of Habitat in one process would end it"
+            reason = "several simulators of Habitat in the main process would end it"
             raise ValueError(f"--num-workers 0: {reason}: give at least 1")
         import habitat
         from habitat.gym import make_gym_from_config

@@ -302,10 +302,11 @@ def make(
 ):
     """PointNav in the built-in simulator or in Habitat.
 
-    `simulator`: builtin, habitat, or auto: Habitat where it is installed with its data. `camera`:
-    depth or rgb, of `image_size` x `image_size` pixels. `overrides` have keys with a dot, such as
-    habitat.dataset.data_path: they are for Habitat's configuration, and ask for Habitat. Raises
-    ValueError for other values, and what HabitatEnv raises if Habitat is asked for and missing.
+    `simulator`: builtin, habitat, or auto: Habitat where it is installed with its data, unless the
+    run has --num-workers 0. `camera`: depth or rgb, of `image_size` x `image_size` pixels.
+    `overrides` have keys with a dot, such as habitat.dataset.data_path: they are for Habitat's
+    configuration, and ask for Habitat. Raises ValueError for other values, and what HabitatEnv
+    raises if Habitat is asked for and missing.
     """
     if simulator not in ("auto", "builtin", "habitat"):
         raise ValueError(f"simulator={simulator}: must be auto, builtin or habitat")
@@ -316,7 +317,10 @@ def make(
     if overrides and simulator == "builtin":
         raise ValueError(f"{min(overrides)} is Habitat's: not with simulator=builtin")
     if simulator == "auto":
-        simulator = "habitat" if overrides else choose_simulator()
+        # a film is made without workers, however many the run has. auto never means 0 workers in
+        # Habitat, whose steps take far longer than those that are too cheap for a process
+        workerless = bool(options) and options.num_workers == 0 and not render_mode
+        simulator = "habitat" if overrides else choose_simulator(workerless)
     if simulator == "builtin":
         return PointNav(split, camera, image_size)
     overrides = camera_overrides(camera, image_size) | overrides
@@ -324,16 +328,23 @@ def make(
 
 
 @functools.lru_cache
-def choose_simulator():
-    """What simulator=auto means here, found out once a process and said once a run."""
+def choose_simulator(workerless):
+    """What simulator=auto means here, with worker processes or without, found out once a process
+    and said once a run."""
+    why_not = "--num-workers 0: Habitat needs worker processes" if workerless else None
     try:
         require_habitat(POINTNAV, ())
-        why_not = None
     except (ImportError, ValueError, FileNotFoundError) as error:
         why_not = error
     if multiprocessing.parent_process() is None:  # not in worker processes
-        print(f"simulator: built-in ({why_not})" if why_not else "simulator: Habitat")
+        say_once(f"simulator: built-in ({why_not})" if why_not else "simulator: Habitat")
     return "builtin" if why_not else "habitat"
+
+
+@functools.lru_cache
+def say_once(line):
+    """Print this line, but once a process: a film asks again, and as if there were workers."""
+    print(line)
 
 
 def camera_overrides(camera, image_size):

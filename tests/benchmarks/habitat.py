@@ -22,10 +22,13 @@ from pathlib import Path
 from statistics import median
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+from notebooks.environments.habitat import QUIET  # noqa: E402
+
 SENSORS = "habitat.simulator.agents.main_agent.sim_sensors"
 POLICIES = {"cnn": "PointNavBaselinePolicy", "resnet18": "PointNavResNetPolicy"}
 ONE = ["--num-workers", "1"]  # of two cores: the other one infers and learns
-QUIET = {"MAGNUM_LOG": "quiet", "HABITAT_SIM_LOG": "quiet", "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = os.environ | QUIET | {"OMP_NUM_THREADS": "1"}
 
 
 def data_settings(data, scene):
@@ -43,7 +46,7 @@ def ours(encoder, steps, data, scene, folder, more):
     command += ["--runs-dir", str(folder), "--env-kwargs", "simulator=habitat", "image_size=128"]
     command += [f"{key}={value}" for key, value in data_settings(data, scene).items()]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    subprocess.run(command, check=True, env=os.environ | QUIET, **quiet)
+    subprocess.run(command, check=True, env=ENVIRONMENT, **quiet)
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     (run,) = folder.iterdir()
@@ -81,7 +84,7 @@ def baselines(encoder, steps, data, scene, folder, more):
     command += ["--config-name=pointnav/ppo_pointnav_example.yaml", f"~{SENSORS}.rgb_sensor"]
     command += [f"{key}={value}" for key, value in settings.items()]
     pipes = {"capture_output": True, "text": True}
-    run = subprocess.run([*command, *more], check=True, env=os.environ | QUIET, **pipes)
+    run = subprocess.run([*command, *more], check=True, env=ENVIRONMENT, **pipes)
     line = re.compile(r"^(\S+ \S+),(\d+) update: .*frames: (\d+)", re.M)
     marks = []
     for day, ms, frames in line.findall(run.stdout + run.stderr):
