@@ -45,6 +45,8 @@ DD-PPO (Wijmans et al. 2020); Sample Factory (Petrenko et al. 2020).
 import ast
 import contextlib
 import ctypes
+import errno
+import fcntl
 import functools
 import importlib
 import inspect
@@ -455,14 +457,15 @@ class Environment:
 
     def start(self):
         """Make the environment. If a step is in flight (asked of an earlier process that is gone),
-        this answer completes it: truncated at the last observation, reward 0. Else, as in the very
+        this answer completes it, with reward 0: truncated at the last observation; terminated where
+        that begins an episode, because it may be the next one already. If none is, as in the very
         beginning, the observation alone is looked at."""
         io = self.io
         e = self.number
         self.env = make_env(self.options, self.split, e)
         io.reward[e] = 0.0
-        io.terminated[e] = False
-        io.truncated[e] = True
+        io.terminated[e] = io.first[e]
+        io.truncated[e] = not io.first[e]
         io.episode_stats[e] = np.nan
         io.began_at[e] = time.perf_counter()
         io.step_sec[e] = 0.0
@@ -531,13 +534,16 @@ def env_worker(inbox, outbox, environments):
     while asked := read_numbers(inbox):
         answered = []
         since = time.perf_counter()
-        for e in asked:
-            environments[e].answer()
-            answered.append(e)
-            if e == asked[-1] or time.perf_counter() - since > 0.002:  # cheap answers: one write
-                send_numbers(outbox, answered)
-                answered = []
-                since = time.perf_counter()
+        try:
+            for e in asked:
+                environments[e].answer()
+                answered.append(e)
+                if time.perf_counter() - since > 0.002:  # cheap answers: one write
+                    send_numbers(outbox, answered)
+                    answered = []
+                    since = time.perf_counter()
+        finally:  # if one raises, those before it have answered
+            send_numbers(outbox, answered)
     for environment in environments.values():
         environment.close()
 
@@ -588,8 +594,7 @@ class Workers:
         for _, command in self.pipes:
             command.close()
         for process in self.processes:
-            process.join(max(0.0, until - time.monotonic()))
-            process.kill()
+            end_process(process, max(0.0, until - time.monotonic()))
 
 
 # ------------------------------------------------------------------------------------- Collecting
@@ -1061,6 +1066,7 @@ def train(options):
 
 CHEAP_STEP_SEC = 50e-6  # faster steps are not worth the two messages to another process
 MAX_WORKERS = 128
+MAX_THREADS = 256  # far more end the process without a word
 
 
 def make_env(options, split="train", number=0):
@@ -1151,18 +1157,27 @@ def derive_seed(*numbers):
 
 def describe_env(options):
     """Make one environment, look at its spaces, with --num-workers auto time some of its steps, and
-    close it. Raises UserError if that fails, or if a space is not supported."""
+    close it. Raises UserError if that fails, if a space is not supported, or if there is nothing to
+    film for --capture-video."""
+    film = options.capture_video
     try:
-        with contextlib.closing(make_env(options)) as env:
+        with contextlib.closing(make_env(options, "val" if film else "train")) as env:
             metrics = env.metadata.get("metrics", ())
             spec = EnvSpec(env.observation_space, env.action_space, metrics)
             check_spaces(spec)
             if options.num_workers == "auto":
                 spec.step_sec, spec.cpu_sec = time_steps(env)
+            if film:
+                env.reset(seed=0)
+                if np.ndim(env.render()) != 3:
+                    raise UserError(f"--capture-video: {options.env_id} renders no pictures")
     except UserError:
         raise
-    except Exception as error:  # whatever the environment's own code raises
-        doors = " ".join(["", *options.env_kwargs, *options.wrappers])
+    except (Exception, SystemExit) as error:  # whatever the environment's own code raises
+        given = [*options.env_kwargs, *options.wrappers]
+        if film:
+            given.append("--capture-video")
+        doors = " ".join(["", *given])
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         refuse(options, "env_id", f"cannot be used{doors and f' with{doors}'} ({reason})")
     return spec
@@ -1281,13 +1296,13 @@ def overlapped_rollouts(policy, spec, options, run):
             version += 1
     finally:
         commands.close()  # it leaves when its pipe ends
-        process.join(10)
-        process.kill()
+        end_process(process, 10)
 
 
 def collector_process(inbox, outbox, spec, options, first_episode, rollouts, weights, version):
     """Body of that process: collect into the rollout whose number arrives, until the main process
     ends the pipe or dies."""
+    os.setpgrp()
     torch.set_num_threads(1)
     torch.manual_seed(derive_seed(SEED_OF_COLLECTOR, options.seed, first_episode))
     device = choose_device(options)
@@ -1616,6 +1631,16 @@ class Vector(nn.Module):
         return self.layers(vector.reshape(len(vector), -1).float())
 
 
+def encoder_name(key):
+    """An observation's key as a name that nn.ModuleDict takes: without a dot, and none of its own.
+
+    >>> [encoder_name(key) for key in ("depth", "hand.pose", "type")]
+    ['depth', 'hand·pose', 'type_']
+    """
+    name = key.replace(".", "·")
+    return f"{name}_" if hasattr(nn.ModuleDict, name) else name
+
+
 def build_encoders(spec, options):
     """One encoder for all images of a size, one for each vector: observations -> B x out_features.
     Raises UserError."""
@@ -1626,15 +1651,15 @@ def build_encoders(spec, options):
     for key, space in spec.observations.items():
         layout = image_layout(space)
         if not layout:
-            encoders[key] = Vector(key, space, hidden // 2, linear=backbone is not None)
+            encoders[encoder_name(key)] = Vector(key, space, hidden // 2, linear=backbone is not None)
         elif options.encoder != "none":
             groups.setdefault(layout[1:3], {})[key] = space
     for size, group in groups.items():
-        first_key = next(iter(group))
+        name = encoder_name(next(iter(group)))
         if not backbone:
-            encoders[first_key] = SmallCNN(Images(group), hidden)
+            encoders[name] = SmallCNN(Images(group), hidden)
         elif min(size) >= 64:
-            encoders[first_key] = ResNet(Images(group), hidden, **backbone)
+            encoders[name] = ResNet(Images(group), hidden, **backbone)
         else:
             refuse(
                 options, "encoder", f"needs images of 64 x 64 at least: {list(group)} have {size}"
@@ -1726,6 +1751,7 @@ def cpc_loss(policy, features_MF, core_MH, batch):
 
 SIGNALS = signal.SIGINT, signal.SIGTERM
 EXIT_BAD_ANSWER = 3
+CLOSING_SEC = 5
 
 
 class UserError(Exception):
@@ -1757,6 +1783,16 @@ def process_context():
     return context
 
 
+def end_process(process, timeout_sec):
+    """Let a process end within this time, else kill it; and kill what it has started and left
+    behind, which is in its process group."""
+    process.join(timeout_sec)
+    process.kill()
+    with contextlib.suppress(OSError):  # nothing is left
+        os.killpg(process.pid, signal.SIGKILL)
+    process.join(5)
+
+
 def share_memory(tensors):
     """Move tensors to shared memory, before other processes get to know them. Raises UserError if
     that is full."""
@@ -1780,7 +1816,7 @@ class CheckedEnvironment(Environment):
             super().answer()
             if not math.isfinite(io.reward[e]):
                 raise BadAnswer(f"reward is {io.reward[e]}")
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             where = f"environment {e}, episode {io.episode[e]}, step {self.length}"
             kind = BadAnswer if isinstance(error, BadAnswer) else EnvironmentFailure
             raise kind(f"{where}:\n{traceback.format_exc()}") from None
@@ -1790,6 +1826,11 @@ class CheckedEnvironment(Environment):
         known = self.spec.obs_shapes
         if shapes != known:
             raise BadAnswer(f"observation has the shapes {shapes}, the observation space {known}")
+        for key, leaf in leaves.items():
+            kind = np.asarray(leaf).dtype
+            wanted = rows[key].dtype
+            if not np.can_cast(kind, wanted, "same_kind"):
+                raise BadAnswer(f"observation {key!r} is {kind}, which does not fit in {wanted}")
         super().write(rows, leaves)
         for key in leaves:
             row = rows[key][self.number]
@@ -1798,6 +1839,13 @@ class CheckedEnvironment(Environment):
                 raise BadAnswer(f"observation {key!r} is {row}, the observation space {space}")
             if row.dtype == np.float32 and not np.isfinite(row).all():
                 raise BadAnswer(f"observation {key!r} is not finite")
+
+    def close(self):
+        try:
+            super().close()
+        except (Exception, SystemExit) as error:
+            tqdm.write(f"environment {self.number}: close() raised {error!r}", file=sys.stderr)
+        self.env = None
 
 
 def make_workers(options, split, spec, io):
@@ -1842,8 +1890,8 @@ class InlineWorkers:
                     self.environments[e].answer()
                     self.answered.append(e)
                 except EnvironmentFailure as error:
+                    self.environments[e].close()
                     note_restart(self, error)
-                    self.environments[e].env = None
 
     def receive(self, timeout_sec):
         answered = self.answered
@@ -1856,13 +1904,17 @@ class InlineWorkers:
 
 
 def guarded_worker(inbox, outbox, environments, last_words):
-    """`env_worker`; an exception ends the process at once, whatever threads the simulator has, and
-    leaves its text."""
+    """`env_worker` in a process group of its own, to which belongs what the simulators start. An
+    exception leaves its text, and ends the process, whatever threads the simulators have."""
+    os.setpgrp()
     try:
         env_worker(inbox, outbox, environments)
     except Exception as error:
         text = str(error).encode()[-len(last_words) :]
         last_words[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        signal.alarm(CLOSING_SEC)  # then the process ends: a simulator may hang here
+        for environment in environments.values():
+            environment.close()
         os._exit(EXIT_BAD_ANSWER if isinstance(error, BadAnswer) else 1)
 
 
@@ -1874,6 +1926,7 @@ class SupervisedWorkers(Workers):
     def __init__(self, environments, num_workers):
         self.timeout_sec = environments[0].options.env_timeout
         self.next_check = 0.0
+        self.received_at = time.monotonic()
         self.restarted_at = []
         self.heard_at_W = np.zeros(num_workers)  # when each worker has answered last
         self.last_words = torch.zeros(num_workers, 8000, dtype=torch.uint8).share_memory_()
@@ -1885,6 +1938,10 @@ class SupervisedWorkers(Workers):
     def receive(self, timeout_sec):
         answered = super().receive(timeout_sec)
         now = time.monotonic()
+        pause = now - self.received_at
+        self.received_at = now
+        if pause > 1.0:  # nobody has waited: this process was stopped, or has learned
+            self.asked_at_N[self.asked_at_N > 0] += pause
         self.heard_at_W[np.array(answered, int) % self.num_workers] = now
         if now > self.next_check:
             self.next_check = now + 0.2
@@ -1901,8 +1958,7 @@ class SupervisedWorkers(Workers):
     def replace(self, worker, mine, late):
         """Start a worker's process again. Returns the environments whose answers it had written."""
         process = self.processes[worker]
-        process.kill()
-        process.join(5)
+        end_process(process, 0)
         reason = bytes(self.last_words[worker]).rstrip(b"\0").decode(errors="replace")
         if not reason:
             who = f"worker {worker} (environments {mine.tolist()})"
@@ -1976,6 +2032,8 @@ def load_checkpoint(path):
         content = torch.load(path, map_location="cpu", weights_only=True)
         number = content["format"]
         known = all(isinstance(content.get(name), kind) for name, kind in kinds.items())
+        known = known and content["step"] >= 0 and content["update"] >= 0
+        known = known and all(torch.is_tensor(weight) for weight in content["policy"].values())
     except FileNotFoundError:
         raise UserError(f"there is no checkpoint {path}") from None
     except Exception as error:  # whatever a damaged or hostile file makes of the loader
@@ -2049,6 +2107,30 @@ def make_policy(spec, options):
     return network(spec, options)
 
 
+def new_folder(path):
+    """Make a folder of this name; if there is one (of a run that began in the same second), with
+    `_2` behind it, or the next number that is free. Raises OSError."""
+    names = [path.name, *(f"{path.name}_{number}" for number in range(2, 100))]
+    for name in names:
+        with contextlib.suppress(FileExistsError):
+            path.with_name(name).mkdir(parents=True)
+            return path.with_name(name)
+    raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+
+
+def lock_folder(folder):
+    """Lock a folder, until the descriptor that is returned is closed or this process ends. Raises
+    UserError if another process has locked it."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(f"{folder} belongs to a run that has not ended: wait for it") from None
+    except OSError:  # a file system without locks
+        pass
+    return descriptor
+
+
 class Run:
     """A run folder, counters, progress bar. What was learned before is put in place first."""
 
@@ -2065,6 +2147,7 @@ class Run:
         self.unsaved = None  # why the last checkpoint could not be written
         self.trace = None
         self.writer = None
+        self.lock = None
         if options.init_from:
             start_from(policy, options)
         if options.resume:
@@ -2080,12 +2163,18 @@ class Run:
         self.logged_at = self.began_at
 
     def restore(self, saved):
-        """Go on from a checkpoint's content, whose weights are in place."""
-        self.optimizer.load_state_dict(saved["optimizer"])
+        """Go on from a checkpoint's content, whose weights are in place. Raises UserError."""
         self.step = saved["step"]
         self.update = saved["update"]
-        if saved["columns"] == list(self.spec.episode_columns):  # else they mean something else
-            self.recent.extend(saved["recent"])
+        columns = list(self.spec.episode_columns)
+        try:
+            self.optimizer.load_state_dict(saved["optimizer"])
+            if saved["columns"] == columns:  # else they mean something else
+                recent = np.array(saved["recent"], float).reshape(-1, len(columns))
+                self.recent.extend(recent.tolist())
+        except Exception as error:  # whatever a damaged or hostile file makes of torch and numpy
+            reason = f"the optimizer, or episodes, cannot be read ({type(error).__name__})"
+            raise UserError(f"{self.options.resume}/checkpoint.pt: {reason}") from None
         if self.options.target_entropy is None:  # fixed: as the options say
             self.policy.log_ent_coef.data.fill_(math.log(max(self.options.ent_coef, 1e-30)))
 
@@ -2094,11 +2183,13 @@ class Run:
         options = self.options
         name = f"{options.env_id}__{options.exp_name}__{options.seed}__{int(time.time())}"
         name = name.replace("/", "-").replace(":", "-")
-        self.folder = Path(options.resume or Path(options.runs_dir) / name)
+        self.open_trace()
         try:
-            if options.trace:
-                self.trace = open(options.trace, "w")
-            self.folder.mkdir(parents=True, exist_ok=bool(options.resume))
+            if options.resume:
+                self.folder = Path(options.resume)
+            else:
+                self.folder = new_folder(Path(options.runs_dir) / name)
+            self.lock = lock_folder(self.folder)
             (self.folder / "options.json").write_text(json.dumps(asdict(options), indent=2) + "\n")
         except OSError as error:
             reason = f"{error.filename} cannot be written ({error.strerror})"
@@ -2110,6 +2201,14 @@ class Run:
         total = max(options.total_timesteps, self.step)
         self.bar = tqdm(total=total, initial=self.step, unit=" steps", dynamic_ncols=True)
         self.bar.write(f"{self.folder}: {self.headline()}")
+
+    def open_trace(self):
+        """Open the file that --trace names. Raises UserError."""
+        try:
+            if self.options.trace:
+                self.trace = open(self.options.trace, "w")
+        except OSError as error:
+            refuse(self.options, "trace", f"cannot be written ({error.strerror})")
 
     def headline(self):
         """The run's first line: what was chosen, and by which figures."""
@@ -2132,6 +2231,8 @@ class Run:
                 self.trace.close()
             if self.writer:
                 self.writer.close()
+        if self.lock is not None:
+            os.close(self.lock)
 
     def enough(self, steps=0):
         """Whether a rollout of so many steps ends early: after a signal."""
@@ -2157,6 +2258,8 @@ class Run:
         handlers = {number: signal.signal(number, self.note_signal) for number in SIGNALS}
         try:
             yield
+            if self.signal:  # it came in the last update
+                raise Interrupted(self.signal)
             self.save()
         except (Interrupted, EnvironmentFailure, FloatingPointError):
             self.save()
@@ -2195,9 +2298,8 @@ class Run:
             check_rollout(rollout, self.update, lag)
         steps = rollout.rows[: rollout.size]
         learning_sec = logs["time/learning_sec"]
-        if self.trace and self.trace.tell() < TRACE_BYTES:
-            write_trace(self.trace, steps, learning_sec)
-
+        if self.trace:
+            self.write_trace(steps, learning_sec)
         began_at, ended_at, waited_sec = rollout.clock
         rollout_sec = ended_at - began_at
         now = time.perf_counter()
@@ -2259,6 +2361,15 @@ class Run:
         except OSError as error:
             self.bar.write(f"TensorBoard's curves end at step {self.step}: {error}")
             self.writer = None
+
+    def write_trace(self, steps, learning_sec):
+        """Add an update to the trace; says so if that fails (a full disk), and goes on without."""
+        try:
+            if self.trace.tell() < TRACE_BYTES:
+                write_trace(self.trace, steps, learning_sec)
+        except OSError as error:
+            self.bar.write(f"the trace ends at step {self.step}: {error}")
+            self.trace = None
 
     def save(self):
         """Write the checkpoint: only tensors and plain types, so that it loads with
@@ -2500,7 +2611,7 @@ def load(text):
     try:
         home = importlib.import_module(module) if module else None
         found = getattr(home, name) if hasattr(home, name) else gym.spec(name)
-    except Exception as error:  # whatever the module's own code raises
+    except (Exception, SystemExit) as error:  # whatever the module's own code raises
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise UserError(f"{text} cannot be found ({reason})") from None
     if not bracket:
@@ -2553,6 +2664,17 @@ def check_options(options):
         (0 <= o.gae_lambda <= 1, "gae_lambda", "must be within 0..1"),
         (o.lstm_layers in (0, 1, 2), "lstm_layers", "must be 0, 1 or 2"),
         (o.hidden_size >= 2, "hidden_size", "must be 2 or more"),
+        (
+            o.learner_threads == "auto" or o.learner_threads <= MAX_THREADS,
+            "learner_threads",
+            f"must be at most {MAX_THREADS}",
+        ),
+        (
+            o.target_entropy is None or math.isfinite(o.target_entropy),
+            "target_entropy",
+            "must be a finite number",
+        ),
+        (o.exp_name.isprintable(), "exp_name", "must be text that can be printed"),
         (o.num_envs <= most_envs, "num_envs", f"must be at most {most_envs}: one pipe write"),
         (
             o.num_workers == "auto" or o.num_workers <= most_workers,
@@ -2599,7 +2721,9 @@ def choose_device(options):
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        device = torch.empty(1, device=name).device  # with its number
+        one = torch.ones(1, device=name)
+        one.item()  # raises for a device without memory
+        device = one.device  # with its number
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         refuse(options, "device", f"cannot be used ({reason}): try --device cpu")
@@ -2625,9 +2749,18 @@ def parse_options(argv, kind=Options):
     saved = load_checkpoint(path)["options"]
     own = "device resume checkpoint trace init_from reset".split()
     saved = {name: saved[name] for name in saved if name in names and name not in own}
-    default = object.__new__(kind)  # unchecked: what is given here may be what makes it work
-    vars(default).update(vars(kind()) | saved)
-    options = tyro.cli(kind, args=argv, default=default)
+    before = []  # as if they stood before what is given here
+    for name, value in saved.items():
+        option = name.replace("_", "-")
+        if isinstance(value, bool):
+            before.append(f"--{option}" if value else f"--no-{option}")
+        elif isinstance(value, (tuple, list)):
+            before += [f"--{option}", *map(str, value)]
+        else:
+            before.append(f"--{option}={value}")
+    options = tyro.cli(kind, args=[*before, *argv])
+    doors = [options.env_id, *options.wrappers, options.policy]
+    print(f"{path} names code that is imported: {', '.join(doors)}")
     for name, value in saved.items():
         if getattr(options, name) != value:
             option = name.replace("_", "-")
@@ -2656,7 +2789,10 @@ def main(argv=None, kind=Options, train=train):
     except (EnvironmentFailure, FloatingPointError, OSError) as error:
         print(f"{program}: {error}", file=sys.stderr)
         return 1
-    except (MemoryError, torch.OutOfMemoryError) as error:
+    except (MemoryError, RuntimeError) as error:
+        texts = "out of memory", "can't allocate memory"  # of a GPU; of the CPU
+        if not isinstance(error, MemoryError) and not any(text in str(error) for text in texts):
+            raise
         reason = (str(error) or "out of memory").splitlines()[0]
         advice = "give more --num-minibatches, or less of --num-envs, --num-steps and sizes"
         print(f"{program}: {reason}: {advice}", file=sys.stderr)

@@ -6,6 +6,7 @@ import os
 import random
 import resource
 import signal
+import subprocess
 import sys
 import time
 from array import array
@@ -36,6 +37,7 @@ def out_of_paint():
 DEADLY = {  # what can happen instead of an answer
     "raise": out_of_paint,
     "exit": lambda: os._exit(7),
+    "quit": lambda: sys.exit("the simulator is sold out"),
     "segfault": lambda: os.kill(os.getpid(), signal.SIGSEGV),
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "hang": lambda: time.sleep(3600),
@@ -65,6 +67,27 @@ class Faulty(Count):
         if self.life == 90:
             observation, reward = RUBBISH[self.fault](observation, reward)
         return observation, reward, *rest
+
+
+class Parent(Faulty):
+    """Starts a child process with its first step, which it never ends: `close` says that it was
+    called, and hangs. Misbehaves as Faulty."""
+
+    def __init__(self, fault, options, render_mode=None):
+        super().__init__(fault)
+        self.folder = Path(options.runs_dir)
+
+    def step(self, action):
+        if not self.life:
+            (self.folder / "output").touch()
+            subprocess.Popen(["tail", "-f", str(self.folder / "output")])
+        return super().step(action)
+
+    def close(self):
+        if self.life:  # not the one that is only looked at
+            with open(self.folder / "closed", "a") as file:
+                file.write(self.fault[0])
+            time.sleep(3600)
 
 
 class Broken(Count):
@@ -163,5 +186,7 @@ class Traced(Count):
 gym.register("Traced-v0", f"{__name__}:Traced", kwargs={"options": None})
 for name in ("Broken", "Late", "Numbered"):
     gym.register(f"{name}-v0", f"{__name__}:{name}")
+for fault in ("raise", "exit"):
+    gym.register(f"Parent-{fault}-v0", f"{__name__}:Parent", kwargs={"fault": fault, "options": None})
 for fault in (*DEADLY, *RUBBISH):
     gym.register(f"Faulty-{fault}-v0", f"{__name__}:Faulty", kwargs={"fault": fault})

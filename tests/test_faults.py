@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import gymnasium as gym
@@ -21,7 +22,7 @@ from tests.benchmarks import soak
 from tests.test_run import (
     ROOT,
     WHERE,
-    alive_in_group,
+    alive_in_session,
     logged,
     nobody_left,
     one_line,
@@ -101,24 +102,27 @@ def test_made_up_steps(monkeypatch, sampler, seed):
 
 @torch.no_grad()
 def check_made_up_step(policy, rollout, step):
-    """It is the end of its episode, and worth what the policy expects when it sees the same once more."""
+    """It is the end of its episode, and worth what the policy expects when it sees the same once more; where that begins an
+    episode, nothing."""
     obs, action = {"obs": torch.as_tensor(rollout.obs["obs"][[step]])}, torch.as_tensor(rollout.action[[step]])
     before = (torch.as_tensor(getattr(rollout, name)[[step]]) for name in ("prev_action", "first", "state"))
     *_, state = policy.step(obs, *before)
     value = policy.step(obs, action, torch.tensor([False]), state)[1].item()
-    assert rollout.reward[step] == pytest.approx(0.99 * value, abs=1e-6) and value != 0
+    expected = 0.0 if rollout.first[step] else 0.99 * value
+    assert rollout.reward[step] == pytest.approx(expected, abs=1e-6) and value != 0
     assert rollout.done[step] and np.isnan(rollout.episode_stats[step]).all()
 
 
 FAULTS = {  # and what is said
     "raise": "out of paint",
     "exit": "exit code 7",
+    "quit": "SystemExit: the simulator is sold out",
     "segfault": "exit code -11",
     "hang": "no answer from environments",
     "leak": "MemoryError",
 }
 CASES = [(fault, "2", "here") for fault in FAULTS] + [("exit", "4", "here"), ("raise", "0", "here")]
-CASES += [("raise", "0", "overlap"), ("hang", "2", "overlap"), ("segfault", "2", "async"), ("raise", "0", "async")]
+CASES += [("quit", "0", "here"), ("raise", "0", "overlap"), ("hang", "2", "overlap"), ("segfault", "2", "async"), ("raise", "0", "async")]
 
 
 @pytest.mark.parametrize("fault, workers, where", CASES)
@@ -134,6 +138,32 @@ def test_environments_are_started_again(tmp_path, capfd, fault, workers, where):
         assert FAULTS[fault] in error and made_up <= expected
         assert expected - 4 <= made_up or fault == "hang"  # a process that is slow to start looks as if it hung
     assert saved(folder)["step"] >= steps and made_up >= 1 and nobody_left()
+
+
+def test_answers_before_a_failure():
+    """An environment that raises does not take the answers of those before it with it."""
+    inbox, commands = ver_ppo.mp.Pipe(duplex=False)
+    answers, outbox = ver_ppo.mp.Pipe(duplex=False)
+    ver_ppo.send_numbers(commands, [2, 0, 1])
+    environments = {e: SimpleNamespace(answer=lambda: None) for e in (0, 2)}
+    environments[1] = SimpleNamespace(answer=lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        ver_ppo.env_worker(inbox, outbox, environments)
+    assert ver_ppo.read_numbers(answers) == [2, 0]
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_started_in_the_middle(first):
+    """What a killed process leaves in flight is truncated at what was seen last, but not where that is seen by the next
+    episode: there the step is a terminal one."""
+    options = ver_ppo.Options(env_id="tests.envs:Count-v0")
+    spec = ver_ppo.describe_env(options)
+    io = ver_ppo.EnvIO(spec, 2)
+    io.first[1] = first
+    io.obs["obs"][1] = 3.0
+    ver_ppo.Environment(1, options, "train", spec, io).answer()
+    assert (io.terminated[1], io.truncated[1], io.reward[1]) == (first, not first, 0)
+    assert (io.final_obs["obs"][1] == 3).all() and io.first[1] and io.obs["obs"][1, 0] == 0
 
 
 @pytest.mark.parametrize("k", range(1, 200, 11))
@@ -178,6 +208,66 @@ def test_queueing_is_not_hanging(capfd):
         workers.timeout_sec = 0.9
         ver_ppo.collect_rollout(policy, rollout, c)
     assert "started again" not in capfd.readouterr().err and (rollout.step_sec > 0).all()
+
+
+def test_a_pause_is_not_hanging(start):
+    """A run that is stopped for longer than --env-timeout, all its processes, goes on as if nothing had been."""
+    process, _ = start(f"{COUNT} 2 --env-timeout 2 --wrappers {LATENCY}")
+    for number in (signal.SIGSTOP, signal.SIGCONT):  # itself first, the workers last
+        for pid in sorted(alive_in_session(process.pid)):
+            os.kill(pid, number)
+        time.sleep(3)
+    process.terminate()
+    said = process.communicate(timeout=30)[0]
+    assert process.returncode == 143 and "started again" not in said, said
+
+
+def children_of(folder):
+    """Processes that environments have started with this folder in their arguments."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            found += [path.parent.name] * (f"{folder}/output".encode() in path.read_bytes())
+    return found
+
+
+@pytest.mark.parametrize("fault, closings", [("raise", 5), ("exit", 1)])
+def test_children_of_environments(tmp_path, capfd, fault, closings):
+    """What an environment has started ends with its worker, although it hangs when it is closed, or cannot be closed."""
+    args = small(tmp_path, *f"--env-id tests.faulty_envs:Parent-{fault}-v0 --num-workers 4".split())
+    assert ver_ppo.main([*args, "--total-timesteps", "448", "--max-worker-restarts", "1000"]) == 0
+    assert capfd.readouterr().err.count("started again") == 4
+    wait_until(lambda: not children_of(tmp_path), 10)
+    assert nobody_left() and len((tmp_path / "closed").read_text()) >= closings
+
+
+class Unclosable(gym.Env):
+    """Cannot be closed."""
+
+    def close(self):
+        raise RuntimeError("the door is stuck")
+
+
+def test_close_raises(capsys):
+    """It is said, and that is all."""
+    environment = ver_ppo.CheckedEnvironment(3, None, "train", None, None)
+    environment.env = Unclosable()
+    environment.close()
+    assert "environment 3: close() raised RuntimeError('the door is stuck')" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("image", [np.full((8, 8), 0.5), np.full((8, 8), np.nan), np.full((8, 8), 300), np.ones((8, 8), "u1")])
+def test_images_of_another_kind(image):
+    """Floats and large integers would lose their value in a table of uint8."""
+    spec = ver_ppo.EnvSpec(gym.spaces.Box(0, 255, (8, 8), np.uint8), gym.spaces.Discrete(2), ())
+    io = ver_ppo.EnvIO(spec, 1)
+    environment = ver_ppo.CheckedEnvironment(0, None, "train", spec, io)
+    if image.dtype == np.uint8:
+        environment.write(io.obs, {"obs": image})
+        assert (io.obs["obs"] == 1).all()
+        return
+    with pytest.raises(ver_ppo.BadAnswer, match=f"observation 'obs' is {image.dtype}, which does not fit in uint8"):
+        environment.write(io.obs, {"obs": image})
 
 
 CASES = [("raise", "0", "here"), ("exit", "1", "here"), ("exit", "2", "async"), ("raise", "2", "overlap")]
@@ -237,15 +327,15 @@ def test_rubbish(tmp_path, capfd, fault, workers, where):
 
 @pytest.fixture
 def start(tmp_path):
-    """A function that starts a run in a process group of its own, and waits for its first checkpoint, and until it hangs if
-    it shall. Whatever happens, nobody of this group is left after the test."""
-    groups = []
+    """A function that starts a run in a session of its own, and waits for its first checkpoint, and until it hangs if it
+    must. Whatever happens, nobody of this session is left after the test."""
+    sessions = []
 
     def start_run(line, *args):
         pipes = {"stderr": subprocess.STDOUT, "stdout": subprocess.PIPE, "text": True, "start_new_session": True}
         command = [sys.executable, "ver_ppo.py", *small(tmp_path, *line.split(), *args), "--checkpoint-interval", "1"]
         process = subprocess.Popen(command, cwd=ROOT, **pipes)
-        groups.append(process.pid)
+        sessions.append(process.pid)
         wait_until(lambda: any(tmp_path.glob("*/checkpoint.pt")))
         (checkpoint,) = tmp_path.glob("*/checkpoint.pt")
         if "hang" in line:
@@ -253,10 +343,11 @@ def start(tmp_path):
         return process, checkpoint.parent
 
     yield start_run
-    for pid in alive_in_group(groups[0]):
+    for pid in alive_in_session(sessions[0]):
         os.kill(pid, signal.SIGKILL)
 
 
+LATENCY = "notebooks.extensions.wrappers:Latency(mean_ms=20,spread=0)"
 COUNT, HANG = "--env-id tests.envs:Count-v0 --num-workers", "--env-id tests.faulty_envs:Faulty-hang-v0 --num-workers"
 STOPS = [("SIGINT", "here", COUNT), ("SIGTERM", "async", HANG), ("SIGKILL", "here", COUNT), ("SIGKILL", "overlap", COUNT)]
 
@@ -267,15 +358,30 @@ def test_signals(start, name, where, line):
     exit status 130 or 143. SIGKILL, to the main process alone. Either way no process and no shared memory is left."""
     number = getattr(signal, name)
     process, folder = start(f"{line} 2", *WHERE[where])
-    everybody = alive_in_group(process.pid)
+    everybody = alive_in_session(process.pid)
     assert len(everybody) >= 5  # itself, fork server, resource tracker, two workers
     os.kill(process.pid, number) if name == "SIGKILL" else os.killpg(process.pid, number)
     said = process.communicate(timeout=30)[0]
     assert process.returncode == (-9 if name == "SIGKILL" else 128 + number), said
     assert name == "SIGKILL" or f"go on with: --resume {folder}" in said and "Traceback" not in said
     assert saved(folder)["step"] > 0
-    wait_until(lambda: alive_in_group(process.pid) == [], 10)
+    wait_until(lambda: alive_in_session(process.pid) == [], 10)
     assert not [file for file in os.listdir("/dev/shm") if any(f"_{pid}_" in file for pid in everybody)]
+
+
+def test_signal_in_the_last_update(tmp_path, monkeypatch, capsys):
+    """It ends the run like any other: status 143, no evaluation, everything saved."""
+    update = ver_ppo.ppo_update
+
+    def stopped(*args):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return update(*args)
+
+    monkeypatch.setattr(ver_ppo, "ppo_update", stopped)
+    args = small(tmp_path, *f"{CARTPOLE} 64 --eval-episodes 2".split())
+    assert ver_ppo.main(args) == 143
+    (folder,) = run_folders(tmp_path)
+    assert saved(folder)["step"] == 64 and "evaluation" not in capsys.readouterr().out
 
 
 def test_second_signal(start):
@@ -327,6 +433,32 @@ def test_full_disk_for_tensorboard(tmp_path, monkeypatch, capfd):
     assert saved(folder)["step"] == 256
 
 
+def test_full_disk_for_the_trace(tmp_path, capfd):
+    """A trace that cannot be written is reported once; training goes on to the end."""
+    folder = run_here(tmp_path, f"{CARTPOLE} 256 --trace /dev/full")
+    assert "".join(capfd.readouterr()).count("the trace ends at step 0: ") == 1
+    assert saved(folder)["step"] == 256
+
+
+def test_a_run_that_has_not_ended(tmp_path, capsys):
+    """Nobody else can write into its folder."""
+    folder = run_here(tmp_path, f"{CARTPOLE} 64")
+    lock = ver_ppo.lock_folder(folder)
+    one_line(capsys, ["--resume", str(folder), "--total-timesteps", "128"], f"{folder} belongs to a run that has not ended")
+    os.close(lock)
+    assert ver_ppo.main(["--resume", str(folder), "--total-timesteps", "128"]) == 0
+
+
+def test_two_runs_in_a_second(tmp_path, monkeypatch):
+    """Each has its own folder."""
+    now = time.time()
+    monkeypatch.setattr(ver_ppo.time, "time", lambda: now)
+    for _ in range(3):
+        assert ver_ppo.main(small(tmp_path, *CARTPOLE.split(), "64")) == 0
+    first, second, third = run_folders(tmp_path)
+    assert (second.name, third.name) == (f"{first.name}_2", f"{first.name}_3")
+
+
 def test_full_shared_memory(tmp_path, monkeypatch, capsys):
     """What is needed, what is there, and how to get more; exit status 2."""
     monkeypatch.setattr(ver_ppo.shutil, "disk_usage", lambda path: SimpleNamespace(free=100))
@@ -336,14 +468,17 @@ def test_full_shared_memory(tmp_path, monkeypatch, capsys):
     assert "Traceback" not in error and nobody_left()
 
 
-def test_out_of_memory(capsys):
+def too_much_for_a_gpu(options):
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+@pytest.mark.parametrize("train", [too_much_for_a_gpu, lambda options: torch.empty(2**60)])
+def test_out_of_memory(capsys, train):
     """One line that says what to lower."""
-
-    def too_much(options):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-
-    assert ver_ppo.main(["--env-id", "CartPole-v1"], train=too_much) == 1
-    assert "Tried to allocate 2.00 GiB.: give more --num-minibatches, or less of --num-envs" in capsys.readouterr().err
+    assert ver_ppo.main(["--env-id", "CartPole-v1"], train=train) == 1
+    error = capsys.readouterr().err
+    assert "ried to allocate" in error and ": give more --num-minibatches, or less of --num-envs" in error
+    assert len(error.splitlines()) == 1
 
 
 @pytest.mark.parametrize("bad, skipped", [({5}, [0, 0.25, 0, 0]), ({0, 1, 6, 7, 15}, [0.5, 0.5, 0, 0.25])])

@@ -1,6 +1,7 @@
 """Many ranks on the CPU: one is ver_ppo.py, several are one; preemption, stale steps, decisions taken together."""
 
 import contextlib
+import itertools
 import io
 import os
 import shutil
@@ -26,7 +27,7 @@ import ver_multigpu
 import ver_ppo
 from notebooks.extensions.virtual_clock import SPEC, VirtualWorkers, build, collect
 from tests.benchmarks import scaling
-from tests.test_run import alive_in_group, differences, run_folders, small, wait_until
+from tests.test_run import alive_in_session, differences, run_folders, small, wait_until
 
 
 def free_port():
@@ -403,16 +404,16 @@ SLOW += ["--wrappers", LATENCY.format(10)]
 
 
 def start(command, **environment):
-    """A process in a group of its own, which prints into a pipe."""
+    """A process in a session of its own, which prints into a pipe."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
     return subprocess.Popen([sys.executable, *command], cwd=ROOT, env={**os.environ, **environment}, **pipes)
 
 
-def stop(groups):
-    """Kill what is left of these groups of processes."""
-    for group in groups:
+def stop(sessions):
+    """Kill what is left of these sessions of processes."""
+    for pid in itertools.chain(*map(alive_in_session, sessions)):
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(group, signal.SIGKILL)
+            os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
@@ -449,7 +450,7 @@ def test_torchrun(tmp_path):
         wait_until(lambda: saved(tmp_path)["step"] > step)
         ranks += map(int, children.read_text().split())
         process.kill()
-        wait_until(lambda: not any(map(alive_in_group, ranks)), 30)
+        wait_until(lambda: not any(map(alive_in_session, ranks)), 30)
         text = process.communicate(timeout=10)[0]
         assert len(set(ranks)) == 4 and "has died" in text and "Traceback" not in text, text
     finally:

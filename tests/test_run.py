@@ -77,18 +77,18 @@ def logged(folder, tag):
 
 
 def processes():
-    """Parent and group of every process that has not ended (a zombie has; who adopts it may be slow to notice)."""
+    """Parent and session of every process that has not ended (a zombie has; who adopts it may be slow to notice)."""
     found = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            state, parent, group = path.read_text().rsplit(")", 1)[1].split()[:3]
-            found |= {int(path.parent.name): (int(parent), int(group))} if state != "Z" else {}
+            state, parent, _, session = path.read_text().rsplit(")", 1)[1].split()[:4]
+            found |= {int(path.parent.name): (int(parent), int(session))} if state != "Z" else {}
     return found
 
 
-def alive_in_group(group):
-    """Processes of this group that have not ended."""
-    return [pid for pid, (_, its_group) in processes().items() if its_group == group]
+def alive_in_session(session):
+    """Processes of this session that have not ended."""
+    return [pid for pid, (_, its_session) in processes().items() if its_session == session]
 
 
 def nobody_left(seconds=5):

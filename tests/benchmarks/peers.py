@@ -342,13 +342,13 @@ def measure(trainer, variant, steps):
 
 
 def start_apart(command, folder, output):
-    """Start a command in this folder, as a process group of its own."""
+    """Start a command in this folder, as a session of its own."""
     pipes = {"stdout": output, "stderr": subprocess.STDOUT}
     return subprocess.Popen(command, start_new_session=True, cwd=folder, **pipes)
 
 
 def run_apart(command, timeout_sec):
-    """Run a command in a folder and a process group of its own and return the JSON of the last line
+    """Run a command in a folder and a session of its own and return the JSON of the last line
     that it printed.
 
     Raises RuntimeError, with the end of its output, if it fails, prints no JSON or outlives
@@ -362,7 +362,7 @@ def run_apart(command, timeout_sec):
             status = f"none after {timeout_sec:.0f} s"
         finally:
             if process.poll() != 0:
-                kill_group(process)
+                kill_session(process)
         output.seek(0)
         text = output.read()
     lines = [line for line in text.splitlines() if line.startswith("{")]
@@ -371,11 +371,19 @@ def run_apart(command, timeout_sec):
     return json.loads(lines[-1])
 
 
-def kill_group(process):
-    """End a process and its group: a trainer that fails or hangs leaves its worker processes
+def signal_session(process, number):
+    """Send a signal to all processes of the session that a process leads."""
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            session = int(path.read_text().rsplit(")", 1)[1].split()[3])
+            if session == process.pid:
+                os.kill(int(path.parent.name), number)
+
+
+def kill_session(process):
+    """End a process and its session: a trainer that fails or hangs leaves its worker processes
     behind, which are in it."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+    signal_session(process, signal.SIGKILL)
     process.wait()
 
 

@@ -30,7 +30,7 @@ from pathlib import Path
 import matplotlib
 import matplotlib.pyplot as plt
 import numpy as np
-from peers import kill_group
+from peers import kill_session
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 SCRIPT = Path(__file__).resolve().parents[2] / "ver_ppo.py"
@@ -112,7 +112,7 @@ def train(runs, jobs, timeout_sec):
                     print(f"{folder}: {sec:.0f} s, {len(waiting)} to start", flush=True)
     finally:
         for _, process, _ in running:
-            kill_group(process)
+            kill_session(process)
 
 
 def unfinished(folder):
@@ -121,7 +121,7 @@ def unfinished(folder):
 
 
 def start(folder, command):
-    """Start one run, in a process group of its own."""
+    """Start one run, in a session of its own."""
     shutil.rmtree(unfinished(folder), ignore_errors=True)
     unfinished(folder).mkdir(parents=True)
     command = [*command, "--runs-dir", str(unfinished(folder))]
@@ -134,7 +134,7 @@ def start(folder, command):
 def finish(folder, process):
     """Give a run's folder its final name. Raises RuntimeError if the run failed."""
     if process.returncode:
-        kill_group(process)
+        kill_session(process)
         text = (unfinished(folder) / "output").read_text()
         raise RuntimeError(f"{folder}: exit status {process.returncode}\n{text[-3000:]}")
     (run_folder,) = (path for path in unfinished(folder).iterdir() if path.is_dir())

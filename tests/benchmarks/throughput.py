@@ -61,7 +61,16 @@ from pathlib import Path
 import machinery
 import numpy as np
 import torch
-from peers import ENV_ID, ROOT, kill_group, make_options, run_apart, start_apart, ver_ppo
+from peers import (
+    ENV_ID,
+    ROOT,
+    kill_session,
+    make_options,
+    run_apart,
+    signal_session,
+    start_apart,
+    ver_ppo,
+)
 
 CORES = ver_ppo.count_cores()
 MODES = {  # the options that make each mode
@@ -329,7 +338,7 @@ class StoppedRun:
         second since the last update of the turn before, not counting the time that it was stopped.
         """
         began_at = time.perf_counter()
-        os.killpg(self.process.pid, signal.SIGCONT)
+        signal_session(self.process, signal.SIGCONT)
         lines = []
         while time.perf_counter() < began_at + seconds or len(lines) < updates:
             time.sleep(0.02)
@@ -338,7 +347,7 @@ class StoppedRun:
             if self.marks.exists():
                 lines = self.marks.read_text().splitlines()
                 lines = [line for line in lines if float(line.split()[1]) > began_at]
-        os.killpg(self.process.pid, signal.SIGSTOP)
+        signal_session(self.process, signal.SIGSTOP)
         ended_at = time.perf_counter()
         steps, marked_at = map(float, lines[-1].split())
         rate = (steps - self.steps) / (self.unlearned_sec + marked_at - began_at)
@@ -348,7 +357,7 @@ class StoppedRun:
 
     def close(self):
         """End it."""
-        kill_group(self.process)
+        kill_session(self.process)
 
 
 def measure_pairs(workload, args):
