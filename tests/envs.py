@@ -82,6 +82,21 @@ class Everything(Count):
         return self.advance(float(action[0]))
 
 
+class Keys(Count):
+    """Observations whose names mean something to a ModuleDict."""
+
+    observation_space = spaces.Dict(
+        {
+            "a.b": spaces.Box(0, 1, (2,), np.float32),
+            "keys": spaces.Box(0, 255, (8, 8), np.uint8),
+            "type": spaces.Discrete(3),
+        }
+    )
+
+    def observe(self):
+        return self.observation_space.sample()
+
+
 class Continuous(Count):
     """Bounded and unbounded continuous actions."""
 
@@ -110,6 +125,13 @@ class Told(Count):
         self.told = options, split, number, limit
 
 
+class Blind(gym.Wrapper):
+    """Has nothing to show."""
+
+    def render(self):
+        return None
+
+
 class WideCore(ver_ppo.FeedForward):
     """A feed-forward core with a layer more."""
 
@@ -132,7 +154,7 @@ class Wide(ver_ppo.Policy):
         return WideCore(in_features, options.hidden_size, self.times)
 
 
-for name in ("Cue", "Count", "Everything", "Continuous"):
+for name in ("Cue", "Count", "Keys", "Everything", "Continuous"):
     gym.register(f"{name}-v0", f"{__name__}:{name}")
 for name, its_spaces in {
     "TextObservation": {"observation_space": spaces.Dict({"speech": spaces.Text(10)})},

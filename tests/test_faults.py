@@ -550,6 +550,8 @@ def test_hostile_checkpoints(tmp_path, checkpoint, capsys):
     code = Code(tmp_path / "executed")
     bad = [{key: thing} for key in content for thing in (code, None, "rubbish", [code], {"code": code}, torch.zeros(2))]
     bad += [{"options": {**content["options"], "seed": code}}, *({"format": number} for number in (1, 4, 99))]
+    unfit = [{"optimizer": {}}, {"optimizer": {"state": {}, "param_groups": [{}]}}, {"step": -5}, {"update": -1}]
+    unfit += [{"recent": [[1.0], [2.0, 3.0]]}, {"recent": [5]}, {"policy": {name: 1.0 for name in content["policy"]}}]
     files = [{**content, **change} for change in bad] + [code, {"weights": torch.zeros(3)}, [content], None]
     for file in files:
         torch.save(file, path)
@@ -557,6 +559,13 @@ def test_hostile_checkpoints(tmp_path, checkpoint, capsys):
         word = "another version" if type(number) is int and number != ver_ppo.CHECKPOINT_FORMAT else str(path)
         for how in (["--checkpoint", str(path)], ["--resume", str(tmp_path)], ["--init-from", str(path)]):
             one_line(capsys, [*how, "--env-id", "CartPole-v1", "--runs-dir", str(tmp_path / "runs")], word)
+    for change in unfit:
+        torch.save({**content, **change}, path)
+        one_line(capsys, ["--resume", str(tmp_path), "--runs-dir", str(tmp_path / "runs")], str(path))
+    torch.save({**content, "options": {**content["options"], "seed": "many"}}, path)
+    with pytest.raises(SystemExit, match="2"):
+        ver_ppo.main(["--resume", str(tmp_path)])
+    assert "--seed" in capsys.readouterr().err
     for text in (b"", b"hello"):
         path.write_bytes(text)
         one_line(capsys, ["--checkpoint", str(path)], str(path))

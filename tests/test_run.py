@@ -109,7 +109,7 @@ def wait_until(condition, seconds=60):
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("env_id", ["pointnav", "tests.envs:Everything-v0", "tests.envs:Continuous-v0", "CartPole-v1"])
+@pytest.mark.parametrize("env_id", ["pointnav", "tests.envs:Everything-v0", "tests.envs:Keys-v0", "tests.envs:Continuous-v0", "CartPole-v1"])
 def test_train(tmp_path, env_id):
     """Work happens: weights move, rollouts hold their invariants, TensorBoard and options are written."""
     extra = "--env-kwargs camera=rgb image_size=16" if env_id == "pointnav" else "--lstm-layers 2"
@@ -334,6 +334,11 @@ BAD_INPUT = {  # what is given, and a word of the answer; numbers out of range a
     "--num-steps 999999999": "absurd",
     "--device cuda": "--device cpu",
     "--device abacus": "abacus",
+    "--device meta": "meta: cannot be used",
+    "--exp-name a\x1b": "must be text that can be printed",
+    "--env-id CartPole-v1 --capture-video --wrappers tests.envs:Blind": "renders no pictures",
+    "--env-id tests.envs:Count-v0 --capture-video": "with --capture-video (NotImplementedError",
+    "--env-id tests.quitter:Env-v0": "tests.quitter:Env-v0 cannot be found (SystemExit",
     "--checkpoint nowhere.pt": "no checkpoint nowhere.pt",
     "--resume nowhere": "no checkpoint",
     "--init-from nowhere.pt": "no checkpoint nowhere.pt",
