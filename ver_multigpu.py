@@ -26,9 +26,11 @@ R ranks, G groups of environments.
 """
 
 import contextlib
+import functools
 import io
 import math
 import os
+import signal
 import sys
 import time
 import uuid
@@ -58,13 +60,12 @@ class Options(ver_ppo.Options):
     # (DD-PPO); none: when all are done
     preemption: Literal["optimal", "threshold", "none"] = "optimal"
     sync_frac: float = 0.6  # of --preemption threshold
-    rank_timeout: float = 600.0  # seconds to wait for other ranks; longer than any rollout takes
+    # seconds to wait for other ranks; longer than any rollout takes, --env-timeout included
+    rank_timeout: float = 1800.0
 
     def __post_init__(self):
         super().__post_init__()
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        gpus = torch.cuda.device_count()
-        own = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+        own = f"cuda:{local_gpu()}"
         waits = not self.overlap and self.sampler != "async"
         rules = [
             (0 < self.sync_frac <= 1, "sync_frac", "must be within 0..1"),
@@ -79,18 +80,19 @@ class Options(ver_ppo.Options):
                 "device",
                 "must be auto, cpu or cuda: each rank has its own GPU",
             ),
-            (
-                self.device == "cpu" or not 0 < gpus < ranks,
-                "device",
-                f"{ranks} ranks need as many GPUs: try cpu",
-            ),
             (not self.checkpoint, "checkpoint", "is evaluated by ver_ppo.py"),
         ]
         ver_ppo.check_rules(self, rules)
 
 
+def local_gpu():
+    """Number of this rank's GPU, among those that it can see: all of the machine's, or (srun can be
+    told so) its own one alone."""
+    return int(os.environ.get("LOCAL_RANK", "0")) % max(1, torch.cuda.device_count())
+
+
 class RankFailure(Exception):
-    """Another rank has died or is silent; exit status 1."""
+    """Another rank has died or is silent, or this one alone has failed; exit status 1."""
 
 
 # -------------------------------------------------------------------------- What ranks do together
@@ -105,6 +107,11 @@ class Ranks:
     """
 
     def __init__(self, timeout_sec):
+        needed = "RANK", "MASTER_ADDR", "MASTER_PORT"
+        missing = [name for name in needed if name not in os.environ]
+        if "WORLD_SIZE" in os.environ and missing:
+            advice = "start with torchrun, or give all that torchrun gives"
+            raise UserError(f"WORLD_SIZE is set, but not {', '.join(missing)}: {advice}")
         self.rank = int(os.environ.get("RANK", "0"))
         self.size = int(os.environ.get("WORLD_SIZE", "1"))
         self.timeout_sec = timeout_sec
@@ -171,12 +178,16 @@ def open_store(timeout_sec):
     if "WORLD_SIZE" not in os.environ:
         return dist.HashStore()
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    is_master = os.environ["RANK"] == "0" and not agent
+    return connect(os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], is_master, timeout_sec)
+
+
+@functools.cache  # who trains twice in a process, as members of a population do, connects once
+def connect(host, port, is_master, timeout_sec):
+    """A connection to the store at this address; with `is_master`, the store itself."""
+    timeout = timedelta(seconds=timeout_sec)
     return dist.TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        is_master=os.environ["RANK"] == "0" and not agent,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=timeout_sec),
+        host, int(port), is_master=is_master, wait_for_workers=False, timeout=timeout
     )
 
 
@@ -194,7 +205,7 @@ def agree_on_start(store, rank, size, timeout_sec):
         return own
     while not store.check([f"answer to {own}"]) and time.monotonic() < until:
         store.set(f"rank {rank}", own)
-        time.sleep(0.05)
+        time.sleep(0.05 + size / 1000)  # all together, some thousand times a second at most
     return store.get(f"answer to {own}").decode()
 
 
@@ -293,8 +304,7 @@ class RankRun(ver_ppo.Run):
         self.folder = None
         self.bar = ver_ppo.tqdm(disable=True)
         self.bar.write = lambda text: None
-        if self.options.trace:
-            self.trace = open(self.options.trace, "w")
+        self.open_trace()
 
     def begin_rollout(self, limit, predicted_sec, expected_sec):
         """Count from 0. Looking costs a hundredth of the expected time at most."""
@@ -304,11 +314,20 @@ class RankRun(ver_ppo.Run):
         self.other_stopped = False
         self.counted = 0
         self.next_look = 0.0
-        self.look_sec = min(1.0, max(0.005, expected_sec / 100))
+        often_sec = max(0.005, self.ranks.size / 20_000)  # all together, 20,000 times a second
+        self.look_sec = min(1.0, max(often_sec, expected_sec / 100))
 
     def note_signal(self, number, _frame):
         # torchrun may pass on a signal that has come already: a second one changes nothing
         self.signal = number
+
+    def average(self, tensors):
+        """As Ranks.average. A rank that got a signal says so here, and all leave the update before
+        the next optimizer step: torchrun kills those that have not ended after 30 s."""
+        stops = tensors[0].new_tensor([float(self.signal is not None)])
+        self.ranks.average([*tensors, stops])
+        if stops.item():
+            raise Interrupted(self.signal or signal.SIGTERM)
 
     def enough(self, steps=0):
         """Whether this rank is preempted, got a signal, or another rank cannot go on."""
@@ -331,7 +350,7 @@ class RankRun(ver_ppo.Run):
         try:
             rollout = super().collect(source)
             self.count(rollout.size, done=True)
-        except Interrupted as error:
+        except (Interrupted, UserError) as error:
             failure = error
         except EnvironmentFailure as error:
             failure = EnvironmentFailure(f"rank {self.ranks.rank}: {error}")
@@ -387,6 +406,29 @@ class RankRun(ver_ppo.Run):
         self.ranks.gather()  # or the first to leave would make torchrun end the one that writes
 
 
+def check_gpus(ranks, device):
+    """Raise UserError, in all ranks, if two of them have the same GPU."""
+    gpu = f"rank {ranks.rank}"
+    if torch.device(device).type == "cuda":
+        gpu = str(torch.cuda.get_device_properties(device).uuid)
+    gpu_R = ranks.gather(gpu)
+    if len(set(gpu_R)) < ranks.size:
+        text = f"{ranks.size} ranks need as many GPUs, and have {len(set(gpu_R))}"
+        raise UserError(f"--device {device}: {text}: try --device cpu")
+
+
+def begin_alike(ranks, run):
+    """Give all ranks the weights of rank 0, and its optimizer's state. Raises UserError if they do
+    not go on from the same step."""
+    if len(set(ranks.gather((run.step, run.update)))) > 1:
+        raise UserError(f"ranks have read different checkpoints of {run.options.resume}: try again")
+    tensors = [parameter.data for parameter in run.policy.parameters()]
+    for state in run.optimizer.state.values():
+        tensors += state.values()
+    for tensor in tensors:
+        ranks.call(dist.broadcast, tensor, 0)  # COLLECTIVE
+
+
 def train(options, run_class=RankRun):
     """Train on all ranks to the end; then they part, and rank 0 evaluates. Returns the run folder
     on rank 0."""
@@ -399,14 +441,14 @@ def train(options, run_class=RankRun):
                 own = replace(options, trace=trace, seed=seed)
             failure = None
             try:
+                check_gpus(ranks, options.device)
                 spec, policy, optimizer = ver_ppo.build(options)
                 run = run_class(ranks, own, spec, policy, optimizer)
                 stack.enter_context(contextlib.closing(run))
             except UserError as error:
                 failure = error
             ranks.agree(failure)
-            for parameter in policy.parameters():  # all ranks start from rank 0's weights
-                ranks.call(dist.broadcast, parameter.data, 0)  # COLLECTIVE
+            begin_alike(ranks, run)
             seed = ver_ppo.derive_seed(ver_ppo.SEED_OF_LEARNER, own.seed, run.step)
             torch.manual_seed(seed)
             source = ver_ppo.rollout_source(policy, spec, own, run)
@@ -419,7 +461,7 @@ def train(options, run_class=RankRun):
                         ver_ppo.add_returns(policy, rollout, options)
                         logs |= run.fill_up(rollout)
                         update = ver_ppo.ppo_update
-                        logs |= update(policy, optimizer, rollout, options, ranks.average)
+                        logs |= update(policy, optimizer, rollout, options, run.average)
                     run.log(rollout, logs)
         if ranks.rank == 0:
             run.evaluate()
@@ -440,18 +482,31 @@ def interrupted_run():
     return ["--resume", str(folder), "--init-from", "None", "--reset", "nothing"]
 
 
+def own_failures(train):
+    """`train`, but what this rank alone fails of, which it has to say itself, is a RankFailure."""
+
+    def train_and_tell(options):
+        try:
+            return train(options)
+        except (OSError, MemoryError, RuntimeError) as error:
+            rank = os.environ.get("RANK", "0")
+            raise RankFailure(f"rank {rank}: {ver_ppo.failure_text(error)}") from error
+
+    return train_and_tell
+
+
 def main(argv=None, kind=Options, train=train):
     """Command line, as ver_ppo.main. What all ranks of a machine would print, the first of them
     prints."""
     argv = sys.argv[1:] if argv is None else argv
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    if torch.cuda.is_available():  # "--device cuda" is this one; Options refuses ranks without one
-        torch.cuda.set_device(local_rank % torch.cuda.device_count())
+    if torch.cuda.is_available():
+        torch.cuda.set_device(local_gpu())  # "--device cuda" is this one
     out = io.StringIO() if local_rank else sys.stdout
     err = io.StringIO() if local_rank else sys.stderr
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
-            return ver_ppo.main([*argv, *interrupted_run()], kind, train)
+            return ver_ppo.main([*argv, *interrupted_run()], kind, own_failures(train))
         except RankFailure as error:
             program = Path(sys.modules[kind.__module__].__file__).name
             print(f"{program}: {error}", file=sys.__stderr__)

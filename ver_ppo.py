@@ -1844,7 +1844,7 @@ class CheckedEnvironment(Environment):
         try:
             super().close()
         except (Exception, SystemExit) as error:
-            tqdm.write(f"environment {self.number}: close() raised {error!r}", file=sys.stderr)
+            tell(f"environment {self.number}: close() raised {error!r}")
         self.env = None
 
 
@@ -1856,6 +1856,15 @@ def make_workers(options, split, spec, io):
     if num_workers:
         return SupervisedWorkers(environments, num_workers)
     return InlineWorkers(environments)
+
+
+def tell(text):
+    """Print to stderr what an environment has done; ranks say which of them it was."""
+    rank = os.environ.get("RANK")
+    if rank is None:
+        tqdm.write(text, file=sys.stderr)
+    else:
+        tqdm.write(f"rank {rank}: {text}", file=sys.__stderr__)  # sys.stderr is that of rank 0 alone
 
 
 def note_restart(workers, reason):
@@ -1870,7 +1879,7 @@ def note_restart(workers, reason):
         option = "--max-worker-restarts"
         raise EnvironmentFailure(f"{reason}\nmore than {most} restarts within an hour ({option})")
     count = len(workers.restarted_at)
-    tqdm.write(f"{reason}\nstarted again, with a new episode ({count} so far)", file=sys.stderr)
+    tell(f"{reason}\nstarted again, with a new episode ({count} so far)")
 
 
 class InlineWorkers:
@@ -2768,6 +2777,20 @@ def parse_options(argv, kind=Options):
     return options
 
 
+def failure_text(error):
+    """What to say of an error that ends a run. Raises it if it is none that can be expected, so
+    that its traceback is seen."""
+    if isinstance(error, (EnvironmentFailure, FloatingPointError, OSError)):
+        return str(error)
+    text = str(error) or "out of memory"
+    signs = "out of memory", "can't allocate memory"  # of a GPU; of the CPU
+    known = isinstance(error, RuntimeError) and any(sign in text for sign in signs)
+    if not known and not isinstance(error, MemoryError):
+        raise error
+    advice = "give more --num-minibatches, or less of --num-envs, --num-steps and sizes"
+    return f"{text.splitlines()[0]}: {advice}"
+
+
 def main(argv=None, kind=Options, train=train):
     """Command line. Exit status 0: done, 1: failed while running, 2: refused, 130 or 143: stopped
     by a signal."""
@@ -2786,19 +2809,11 @@ def main(argv=None, kind=Options, train=train):
     except UserError as error:
         print(f"{program}: {error}", file=sys.stderr)
         return 2
-    except (EnvironmentFailure, FloatingPointError, OSError) as error:
-        print(f"{program}: {error}", file=sys.stderr)
-        return 1
-    except (MemoryError, RuntimeError) as error:
-        texts = "out of memory", "can't allocate memory"  # of a GPU; of the CPU
-        if not isinstance(error, MemoryError) and not any(text in str(error) for text in texts):
-            raise
-        reason = (str(error) or "out of memory").splitlines()[0]
-        advice = "give more --num-minibatches, or less of --num-envs, --num-steps and sizes"
-        print(f"{program}: {reason}: {advice}", file=sys.stderr)
-        return 1
     except (Interrupted, KeyboardInterrupt) as error:  # in training; outside of it
         return 128 + (error.args or SIGNALS)[0]
+    except (EnvironmentFailure, FloatingPointError, OSError, MemoryError, RuntimeError) as error:
+        print(f"{program}: {failure_text(error)}", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

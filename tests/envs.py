@@ -154,6 +154,18 @@ class Wide(ver_ppo.Policy):
         return WideCore(in_features, options.hidden_size, self.times)
 
 
+class Greedy(ver_ppo.Policy):
+    """Takes more memory than there is when it has learned for a while."""
+
+    batches = 0
+
+    def sequences(self, *batch):
+        self.batches += 1
+        if self.batches > 30:
+            torch.empty(2**60)
+        return super().sequences(*batch)
+
+
 for name in ("Cue", "Count", "Keys", "Everything", "Continuous"):
     gym.register(f"{name}-v0", f"{__name__}:{name}")
 for name, its_spaces in {

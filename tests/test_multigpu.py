@@ -57,7 +57,8 @@ def on_two():
 
 def run_main(rank, args, args_1=(), stop_in=0):
     """ver_multigpu.main in one rank, rank 1 with more arguments; it gets SIGTERM twice in its update `stop_in`. Returns exit
-    status, what was printed, all seeds that were derived, the collectives, and what each update learned from and came to."""
+    status, what was printed, what it says of itself alone, all seeds that were derived, the collectives, and what each update
+    learned from and came to."""
     found = SimpleNamespace(seeds=set(), collectives=[], updates=[])
     call, update, step, derive = ver_multigpu.Ranks.call, ver_ppo.ppo_update, ver_ppo.minibatch_step, ver_ppo.derive_seed
 
@@ -84,14 +85,15 @@ def run_main(rank, args, args_1=(), stop_in=0):
             os.kill(os.getpid(), signal.SIGTERM)
         return logs
 
-    printed = io.StringIO()
+    printed, said = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        patch.setattr(sys, "__stderr__", said)
         patch.setattr(ver_multigpu.Ranks, "call", counting_call)
         patch.setattr(ver_ppo, "derive_seed", noting_seed)
         patch.setattr(ver_ppo, "minibatch_step", watching_step)
         patch.setattr(ver_ppo, "ppo_update", watching_update)
         found.status = ver_multigpu.main(["--rank-timeout", "30", *args, *(args_1 if rank else ())])
-    found.printed = printed.getvalue()
+    found.printed, found.said = printed.getvalue(), said.getvalue()
     return found
 
 
@@ -378,6 +380,8 @@ REFUSED = [  # arguments of both ranks, of rank 1 alone, and words of the messag
     (["--env-id", "Nowhere-v0"], [], "Nowhere"),
     (["--env-id", "tests.envs:Count-v0"], ["--env-id", "tests.faulty_envs:Broken-v0"], "no licence"),
     (["--resume", "nowhere"], [], "nowhere"),
+    (["--trace", "/nowhere/trace"], [], "--trace /nowhere/trace: cannot be written"),
+    ([], ["--trace", "/nowhere/trace"], "--trace /nowhere/trace.1: cannot be written"),
 ]
 
 
@@ -390,13 +394,69 @@ def test_bad_options(tmp_path, on_two, args, args_1, words):
     assert words in line and line.count("\n") == 1 and ranks[1].printed == ""
 
 
-def test_rules_of_ranks(monkeypatch):
+def test_rules_of_ranks(monkeypatch, capsys):
     """What only many ranks forbid."""
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    for option, words in (("checkpoint", "is evaluated by ver_ppo.py"), ("device", "2 ranks need as many GPUs")):
-        with pytest.raises(ver_ppo.UserError, match=words):
-            ver_multigpu.Options(**{"device": "cpu", option: "cuda"})
+    with pytest.raises(ver_ppo.UserError, match="is evaluated by ver_ppo.py"):
+        ver_multigpu.Options(checkpoint="cuda")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert ver_multigpu.main(["--env-id", "CartPole-v1", "--device", "cpu"]) == 2
+    assert "WORLD_SIZE is set, but not RANK, MASTER_ADDR, MASTER_PORT: start with torchrun" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("visible, local_rank, own", [(8, "3", "cuda:3"), (1, "3", "cuda:0"), (0, "3", "cuda:0")])
+def test_own_gpu(monkeypatch, visible, local_rank, own):
+    """Of all GPUs of the machine the one with its number; or the only one that it can see."""
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    for device in ("auto", "cuda", "cpu", own):
+        ver_multigpu.Options(device=device)
+    with pytest.raises(ver_ppo.UserError, match="each rank has its own GPU"):
+        ver_multigpu.Options(device="cuda:5")
+
+
+@pytest.mark.parametrize("uuids, refused", [("abcd", False), ("abca", True)])
+def test_no_gpu_twice(monkeypatch, uuids, refused):
+    """Two ranks on one GPU are refused in all ranks."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=uuids[0]))
+    ranks = SimpleNamespace(rank=0, size=4, gather=lambda gpu: [gpu, *uuids[1:]])
+    with pytest.raises(ver_ppo.UserError, match="4 ranks need as many GPUs, and have 3") if refused else contextlib.nullcontext():
+        ver_multigpu.check_gpus(ranks, "cuda:0")
+
+
+def test_store_is_opened_once(monkeypatch):
+    """A process that trains twice, as a member of a population does, cannot listen to a port twice."""
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    for name, value in {"WORLD_SIZE": "1", "RANK": "0", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    first, second = ver_multigpu.open_store(20), ver_multigpu.open_store(20)
+    first.set("key", "value")
+    assert second.get("key") == b"value"
+
+
+def test_failure_of_one_rank(tmp_path, on_two):
+    """Out of memory, and an environment that is started again, in rank 1 alone: said once, with its rank."""
+    args = small(tmp_path, "--env-id", "tests.envs:Count-v0", "--num-workers", "0", "--rank-timeout", "20")
+    ranks = on_two(run_main, args, ["--env-id", "tests.faulty_envs:Faulty-raise-v0", "--policy", "tests.envs:Greedy"])
+    assert [rank.status for rank in ranks] == [1, 1]
+    assert "rank 0: another rank has died" in ranks[0].said and "tried to allocate" not in ranks[0].said
+    assert ranks[1].said.count("rank 1: ") == 5 and "you tried to allocate" in ranks[1].said
+    assert "give more --num-minibatches" in ranks[1].said and ranks[1].said.count("rank 1: environment ") == 4
+
+
+def test_signal_in_a_long_update(tmp_path):
+    """All ranks leave an update that would take minutes before its next optimizer step, and save."""
+    port, args = free_port(), small(tmp_path, "--env-id", "CartPole-v1", "--num-workers", "0", "--update-epochs", "1000000")
+    processes = [start(["ver_multigpu.py", *args], **rank_environment(rank, 2, port)) for rank in range(2)]
+    try:
+        wait_until(lambda: list(tmp_path.glob("*/options.json")))
+        time.sleep(5)
+        processes[1].terminate()
+        texts = [process.communicate(timeout=25)[0] for process in processes]
+        assert [process.returncode for process in processes] == [143, 143], texts
+        assert saved(tmp_path)["step"] == 0 and saved(tmp_path)["optimizer"]["state"]
+    finally:
+        stop([process.pid for process in processes])
 
 
 SLOW = "--env-id tests.envs:Count-v0 --num-workers 0 --checkpoint-interval 128 --rank-timeout 10".split()
