@@ -1848,12 +1848,12 @@ class CheckedEnvironment(Environment):
         self.env = None
 
 
-def make_workers(options, split, spec, io):
-    """All environments of a split, in worker processes or (--num-workers 0) here."""
+def make_workers(options, split, spec, io, inline=False):
+    """All environments of a split, in worker processes or (--num-workers 0, or `inline`) here."""
     numbers = range(options.num_envs)
     environments = [CheckedEnvironment(e, options, split, spec, io) for e in numbers]
     num_workers = count_workers(options, spec)
-    if num_workers:
+    if num_workers and not inline:
         return SupervisedWorkers(environments, num_workers)
     return InlineWorkers(environments)
 
@@ -2440,7 +2440,7 @@ def evaluate(policy, spec, options):
     """
     filmed = options.capture_video
     num_envs = 1 if filmed else min(options.num_envs, options.eval_episodes)
-    num_workers = 0 if filmed else min(count_workers(options, spec), num_envs)
+    num_workers = min(count_workers(options, spec), num_envs)
     sizes = {"num_envs": num_envs, "num_workers": num_workers, "num_minibatches": 1}
     options = replace(options, **sizes, seed=0, sampler="ver")
     share, rest = divmod(options.eval_episodes, num_envs)
@@ -2450,7 +2450,8 @@ def evaluate(policy, spec, options):
     frames = []
     weight = next(policy.parameters())
     generators = torch.random.fork_rng([weight.device] * weight.is_cuda)
-    with generators, contextlib.closing(make_workers(options, "val", spec, io)) as workers:
+    workers = make_workers(options, "val", spec, io, inline=filmed)
+    with generators, contextlib.closing(workers):
         torch.manual_seed(options.seed)
         c = Collector(workers, io, policy, spec, options)
         c.greedy = options.greedy

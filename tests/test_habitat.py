@@ -284,8 +284,8 @@ def test_simulator_is_chosen(recorded, capsys):
 
 
 def test_without_workers(recorded, capsys, tmp_path):
-    """auto keeps to the built-in simulator with --num-workers 0, and says so once; a film, which is
-    made without workers, is of Habitat; keys of Habitat ask for it."""
+    """auto keeps to the built-in simulator with --num-workers 0, and says so once; keys of Habitat
+    ask for it."""
     line = "--env-id pointnav --overlap --num-workers 0 --total-timesteps 64 --eval-episodes 1"
     assert ver_ppo.main(small(tmp_path, *line.split())) == 0
     said = [text for text in capsys.readouterr().out.splitlines() if "simulator: " in text]
@@ -296,9 +296,6 @@ def test_without_workers(recorded, capsys, tmp_path):
     for num_workers in ("auto", 1, 4):
         options = ver_ppo.Options(num_workers=num_workers)
         assert isinstance(ver_ppo.make_env(options).unwrapped, habitat.HabitatEnv)
-    # of any run: evaluation says 0 workers to what it films
-    film = ver_ppo.Options(num_workers=0, num_envs=1, capture_video=True)
-    assert isinstance(ver_ppo.make_env(film, "val").unwrapped, habitat.HabitatEnv)
     asked = "--num-workers 0 --env-kwargs habitat.seed=3"
     one_line(capsys, small(tmp_path, *asked.split()), "give at least 1")
 

@@ -317,9 +317,9 @@ def make(
     if overrides and simulator == "builtin":
         raise ValueError(f"{min(overrides)} is Habitat's: not with simulator=builtin")
     if simulator == "auto":
-        # a film is made without workers, however many the run has. auto never means 0 workers in
-        # Habitat, whose steps take far longer than those that are too cheap for a process
-        workerless = bool(options) and options.num_workers == 0 and not render_mode
+        # auto never means 0 workers in Habitat: its steps take far longer than those that are too
+        # cheap for a process
+        workerless = bool(options) and options.num_workers == 0
         simulator = "habitat" if overrides else choose_simulator(workerless)
     if simulator == "builtin":
         return PointNav(split, camera, image_size)
@@ -343,7 +343,7 @@ def choose_simulator(workerless):
 
 @functools.lru_cache
 def say_once(line):
-    """Print this line, but once a process: a film asks again, and as if there were workers."""
+    """Print this line, but once a process: an evaluation may ask again."""
     print(line)
 
 
