@@ -62,6 +62,8 @@ class Options(ver_ppo.Options):
     sync_frac: float = 0.6  # of --preemption threshold
     # seconds to wait for other ranks; longer than any rollout takes, --env-timeout included
     rank_timeout: float = 1800.0
+    # another process collects the next rollout while this one learns: not with preemption
+    overlap: bool = False
 
     def __post_init__(self):
         super().__post_init__()

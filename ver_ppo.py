@@ -63,7 +63,7 @@ import time
 import traceback
 from array import array
 from collections import deque
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Literal
 
@@ -112,7 +112,8 @@ class Options:
     # trajectories of T, with V-trace (Sample Factory's APPO)
     sampler: Literal["ver", "nover", "sync", "async"] = "ver"
     # another process collects the next rollout while this one learns: faster, data one update older
-    overlap: bool = False
+    # (the default: where there are two CPU cores, and no GPU)
+    overlap: bool = field(default_factory=lambda: overlap_pays())
 
     learning_rate: float = 1e-3  # at the start; decays to 0 along a cosine
     gamma: float = 0.99  # discount factor
@@ -371,9 +372,11 @@ class Rollout(Shared):
     """S complete steps in time order (VER section 2.2), or N pending ones by environment.
 
     Observations and recurrent states are tensors on `device`, all else is columns of the table.
+    `delayed`: another process fills it, by policies that are older than the one which learns.
     """
 
-    def __init__(self, spec, steps, num_envs, state_shape, device, shared=False):
+    def __init__(self, spec, steps, num_envs, state_shape, device, delayed=False):
+        self.delayed = delayed
         self.steps = steps
         self.num_envs = num_envs
         self.device = device
@@ -381,7 +384,7 @@ class Rollout(Shared):
         for key, kind, shape in spec.obs_fields:
             self.obs[key] = torch.from_numpy(np.zeros((steps, *shape), kind)).to(device)
         self.state = torch.zeros(steps, *state_shape, device=device)  # before the step
-        if shared:
+        if delayed:
             share_memory([*self.obs.values(), self.state])
         self.size = 0  # steps that are collected: the first ones of the table
         # steps that PPO uses: these; with many GPUs S, once a short rollout is filled up
@@ -884,7 +887,7 @@ def importance_weights(env_S, num_envs, maximum=1.0):
 
 def add_returns(policy, rollout, options):
     """Write advantage, return and weight of every collected step into the rollout."""
-    if options.sampler == "async":
+    if rollout.delayed:
         add_corrected_returns(policy, rollout, options)
         return
     steps = rollout.rows[: rollout.size]
@@ -1225,6 +1228,12 @@ def count_cores():
     return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
+def overlap_pays():
+    """Whether --overlap is on where nothing is said: measured on two CPU cores (with one, there is
+    nothing to overlap; on a GPU it has not been measured)."""
+    return count_cores() > 1 and not torch.cuda.is_available()
+
+
 def count_workers(options, spec):
     """Worker processes to start. auto: none for very cheap steps; else as many as keep the cores
     busy: one a core if a step is computed on the CPU, more the more of its time it waits for
@@ -1239,7 +1248,7 @@ def count_workers(options, spec):
 
 # ------------------------------------------------------- Collecting while the main process learns
 # Adds a process that collects while this one learns: --overlap, and --sampler async (Sample
-# Factory's APPO). The lesson calls `rollout_source`, and for async, whose data are older,
+# Factory's APPO). The lesson calls `rollout_source`, and for these data, which are older,
 # `add_corrected_returns`.
 
 
@@ -1252,16 +1261,19 @@ def rollout_source(policy, spec, options, run):
 
 
 def overlapped_rollouts(policy, spec, options, run):
-    """Another process fills one of two rollouts while the learner uses the other. With --overlap,
-    gradients are delayed by one rollout, as in HTS-RL (Liu et al. 2020; VER appendix E); PPO's
-    ratio accounts for it.
+    """Another process fills one of two rollouts while the learner uses the other, and acts by the
+    newest weights that there are. With --overlap most of a rollout is by the policy one update
+    before, as in HTS-RL (Liu et al. 2020; VER appendix E).
 
-    Rollouts and weights travel through shared CPU memory. Version v of the weights is row v % 2:
-    the next version is written to the other row, by which nobody has acted since the update before.
-    Raises EnvironmentFailure if the process ends.
+    Rollouts and weights travel through shared CPU memory. Version v of the weights is row v % 2,
+    which the process uses without a copy, and which version v + 2 will overwrite, at the end of an
+    update. Before that update began, the process had handed its rollout over, and version v + 1 was
+    there, which it has used since then: so nobody acts by a row while it is written. (Its number
+    follows the weights by microseconds, far longer than any processor holds a store back.) Raises
+    EnvironmentFailure if the process ends.
     """
     size = spec, options.rollout_steps, options.num_envs, policy.state_shape, torch.device("cpu")
-    rollouts = [Rollout(*size, shared=True) for _ in range(2)]
+    rollouts = [Rollout(*size, delayed=True) for _ in range(2)]
     weights = nn.utils.parameters_to_vector(policy.parameters()).detach().cpu()
     weights = torch.stack([weights, weights]).share_memory_()
     version = torch.tensor(run.update).share_memory_()
@@ -1312,25 +1324,26 @@ def collector_process(inbox, outbox, spec, options, first_episode, rollouts, wei
         ready, _, _ = select.select([inbox], [], [], 0)
         return bool(ready)
 
-    def newest_policy():
+    def step_by_newest_weights(*inputs):
         if c.version != version:
             c.version = int(version)
             newest = weights[c.version % 2].to(device)
             nn.utils.vector_to_parameters(newest, policy.parameters())
-        return policy
+        return step(*inputs)
 
+    step = policy.step
+    policy.step = step_by_newest_weights
     try:
         io = EnvIO(spec, options.num_envs, first_episode)
         with contextlib.closing(make_workers(options, "train", spec, io)) as workers:
             c = Collector(workers, io, policy, spec, options, ended)
             c.version = -1
-            trajectories = Trajectories(spec, policy, options)
+            collect = collect_rollout
+            if options.sampler == "async":
+                collect = Trajectories(spec, policy, options).collect
             while numbers := read_numbers(inbox):
                 rollout = rollouts[numbers[0]]
-                if options.sampler == "async":
-                    trajectories.collect(newest_policy, rollout, c)
-                else:
-                    collect_rollout(newest_policy(), rollout, c)
+                collect(policy, rollout, c)
                 if not ended():
                     news = "size", "learned", "bootstrap", "clock"
                     outbox.send({name: getattr(rollout, name) for name in news})
@@ -1352,7 +1365,7 @@ class Trajectories:
         self.finished = []  # environments whose trajectory waits to be copied
 
     @torch.inference_mode()
-    def collect(self, newest_policy, rollout, c):
+    def collect(self, policy, rollout, c):
         """Collect one rollout: its segments are trajectories, its bootstrap values those of the
         steps after them."""
         began_at = time.perf_counter()
@@ -1363,7 +1376,6 @@ class Trajectories:
             env_B = await_answers(c, most=c.options.num_envs)
             acted_B = env_B[c.in_flight_N[env_B]]
             step_B = acted_B * c.options.num_steps + c.steps_N[acted_B]
-            policy = newest_policy()
             complete_steps(policy, self.unfinished, c, acted_B, step_B)
             act(policy, c, env_B)
             full_B = acted_B[c.steps_N[acted_B] == c.options.num_steps]
@@ -1393,8 +1405,8 @@ def add_corrected_returns(policy, rollout, options):
 
     A step's ratio is its action's probability now divided by that when it acted; of its advantage,
     min(1, ratio) counts for its value's target and for the steps before it. The advantage itself is
-    not multiplied, because PPO's objective is. Where all ratios are 1, this is GAE. All steps weigh
-    1, because the trajectories are equally long.
+    not multiplied, because PPO's objective is. Where all ratios are 1, this is GAE. The weights are
+    those of `add_returns`; but with async all are 1, because the trajectories are equally long.
     """
     device = next(policy.parameters()).device
     keep_S = np.zeros(rollout.steps, np.float32)
@@ -1411,6 +1423,8 @@ def add_corrected_returns(policy, rollout, options):
     rollout.advantage[:] = advantage_S
     rollout.returns[:] = value_S + keep_S * advantage_S
     rollout.weight[:] = 1.0
+    if options.sampler != "async":
+        rollout.weight[:] = importance_weights(rollout.env, rollout.num_envs)
 
 
 # --------------------------------------------------------------------------------------- Encoders
@@ -2222,7 +2236,8 @@ class Run:
     def headline(self):
         """The run's first line: what was chosen, and by which figures."""
         options = self.options
-        how = options.sampler + " with overlap" * options.overlap
+        overlaps = options.overlap or options.sampler == "async"
+        how = f"{options.sampler} {'with' if overlaps else 'without'} overlap"
         how += f", {options.num_envs} environments in {count_workers(options, self.spec)} workers"
         if options.num_workers == "auto":
             times = f"{1000 * self.spec.step_sec:.2g} ms, {1000 * self.spec.cpu_sec:.2g} of a CPU"
@@ -2303,7 +2318,7 @@ class Run:
         and how old the data were; and the numbers of the episodes that ended."""
         options = self.options
         if options.debug:
-            lag = 8 if options.sampler == "async" else int(options.overlap)
+            lag = 8 if options.sampler == "async" else int(rollout.delayed)
             check_rollout(rollout, self.update, lag)
         steps = rollout.rows[: rollout.size]
         learning_sec = logs["time/learning_sec"]
@@ -2697,11 +2712,6 @@ def check_options(options):
             o.sampler != "sync" or o.max_requests >= o.num_envs,
             "max_requests",
             "must be at least --num-envs with sync",
-        ),
-        (
-            not o.overlap or o.sampler != "async",
-            "overlap",
-            "is only for the other samplers: async always overlaps",
         ),
         (not (o.checkpoint and o.resume), "checkpoint", "evaluates and --resume trains: give one"),
         (

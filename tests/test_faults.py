@@ -85,7 +85,7 @@ def test_made_up_steps(monkeypatch, sampler, seed):
     trajectories, learned, made_up = ver_ppo.Trajectories(SPEC, policy, c.options), [], 0
     for c.version in range(12):
         if sampler == "async":
-            trajectories.collect(lambda: policy, rollout, c)
+            trajectories.collect(policy, rollout, c)
         else:
             ver_ppo.collect_rollout(policy, rollout, c)
         ver_ppo.check_rollout(rollout, c.version, lag=12 * (sampler == "async"))

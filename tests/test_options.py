@@ -22,7 +22,7 @@ INLINE = """
     max-grad-norm 1e-9 1e9, seed 0 1099511627776, greedy yes
     learner-threads auto 1 2, eval-episodes 0 1 5, checkpoint-interval 1 1000000, max-worker-restarts 0 3, debug yes
 """
-REMOTE = "num-workers 1 2 auto, sampler ver nover sync async, overlap yes"
+REMOTE = "num-workers 1 2 auto, sampler ver nover sync async, overlap yes no"
 WRAPPERS = {
     "Latency": "notebooks.extensions.wrappers:Latency(mean_ms=0.1)",
     "Delay": "notebooks.extensions.wrappers:ActionDelay",
@@ -46,7 +46,7 @@ def some(text):
 
 def run(options):
     """Run two updates with these options. Returns the exit status, and what was said on stderr."""
-    defaults = {"env-id": "pointnav/8/depth", "num-envs": "2", "num-steps": "4", "hidden-size": "8", "eval-episodes": "0"}
+    defaults = {"env-id": "pointnav/8/depth", "num-envs": "2", "num-steps": "4", "hidden-size": "8", "eval-episodes": "0", "overlap": "no"}
     options = defaults | options
     rollout_steps = int(options["num-envs"]) * int(options["num-steps"])
     args = ["--total-timesteps", str(max(1, 2 * rollout_steps)), "--device", "cpu"]

@@ -87,12 +87,12 @@ def vtrace_by_definition(n, ratio_S):
 
 
 @torch.no_grad()
-def add_returns(numbers, ratio_S, size=80, **options):
+def add_returns(numbers, ratio_S, size=80, delayed=False, **options):
     """The shipped returns of a rollout of these numbers, with actions that are so many times as probable now as when they were
     chosen; and the numbers, with the values as they are now."""
     options = ver_ppo.Options(num_envs=4, num_steps=20, gamma=GAMMA, gae_lambda=LAMBDA, lstm_layers=0, **options)
     policy = ver_ppo.Policy(SPEC, options)
-    rollout = ver_ppo.Rollout(SPEC, 80, 4, policy.state_shape, torch.device("cpu"))
+    rollout = ver_ppo.Rollout(SPEC, 80, 4, policy.state_shape, torch.device("cpu"), delayed)
     action, first = torch.randint(3, (80, 1)), torch.zeros(80, dtype=torch.bool)
     distribution, value, _ = policy.step({"obs": rollout.obs["obs"].normal_()}, action, first, rollout.state)
     rollout.action[:] = rollout.prev_action[:] = action
@@ -104,19 +104,21 @@ def add_returns(numbers, ratio_S, size=80, **options):
     return rollout, numbers | {"value_S": value.numpy()}
 
 
+@pytest.mark.parametrize("sampler", ["ver", "async"])
 @pytest.mark.parametrize("seed", range(10))
-def test_vtrace_against_definition(seed):
+def test_vtrace_against_definition(seed, sampler):
     """Targets and advantages against a scalar loop over the definition, by the values and ratios of the policy as it is now."""
     ratio_S = np.random.default_rng(seed).lognormal(0, 0.5, 80)
-    rollout, numbers = add_returns(random_steps(seed), ratio_S, sampler="async")
+    rollout, numbers = add_returns(random_steps(seed), ratio_S, delayed=True, sampler=sampler)
     expected = vtrace_by_definition(numbers, ratio_S)
     np.testing.assert_allclose([rollout.returns, rollout.advantage], expected, rtol=1e-3, atol=1e-4)
-    assert (rollout.weight == 1).all()
+    weights = 1.0 if sampler == "async" else ver_ppo.importance_weights(rollout.env, 4)
+    assert (rollout.weight == weights).all()
 
 
 def test_vtrace_on_policy_is_gae():
     """Where both policies are one, the advantages are those of GAE, and the targets are values plus these."""
-    rollout, numbers = add_returns(random_steps(3), np.ones(80), sampler="async")
+    rollout, numbers = add_returns(random_steps(3), np.ones(80), delayed=True)
     np.testing.assert_allclose(rollout.advantage, gae(numbers), rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(rollout.returns, rollout.advantage + numbers["value_S"], rtol=1e-4, atol=1e-5)
 

@@ -21,7 +21,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import ver_ppo
 
 ROOT = Path(__file__).resolve().parents[1]
-SMALL = "--num-envs 4 --num-steps 16 --hidden-size 16 --eval-episodes 0 --device cpu --learner-threads 1"
+SMALL = "--num-envs 4 --num-steps 16 --hidden-size 16 --eval-episodes 0 --device cpu --learner-threads 1 --no-overlap"
 WHERE = {"here": [], "overlap": ["--overlap"], "async": ["--sampler", "async"]}  # who collects
 
 
@@ -345,7 +345,6 @@ BAD_INPUT = {  # what is given, and a word of the answer; numbers out of range a
     "--freeze-encoder": "--init-from",
     "--reset policy": "--init-from",
     "--encoder resnet18 --env-kwargs image_size=32": "64 x 64",
-    "--sampler async --overlap": "--overlap",
     "--sampler sync --max-requests 2": "--max-requests",
     "--env-id tests.envs:NoSuch-v0": "NoSuch",
     "--env-kwargs colour": "colour: must be KEY=VALUE",
@@ -430,6 +429,7 @@ def test_memory_task(tmp_path):
             env_id="tests.envs:Cue-v0", total_timesteps=steps, num_workers=0, num_envs=16, num_steps=64, hidden_size=32,
             learning_rate=2e-3, gae_lambda=1.0, update_epochs=4, norm_adv=True, lstm_layers=layers, runs_dir=str(tmp_path),
             exp_name=f"{layers}", eval_episodes=0, device="cpu", learner_threads=1,
+            overlap=False,
         )  # fmt: skip
         checkpoint = ver_ppo.load_checkpoint(ver_ppo.train(options) / "checkpoint.pt")
         spec, policy, _ = ver_ppo.build(options)

@@ -117,7 +117,7 @@ def build(workers, num_envs, num_steps, policy_class=ver_ppo.Policy, **options):
 def collect(policy, rollout, c):
     """One rollout, by whichever sampler."""
     if c.options.sampler == "async":
-        c.trajectories.collect(lambda: policy, rollout, c)
+        c.trajectories.collect(policy, rollout, c)
     else:
         ver_ppo.collect_rollout(policy, rollout, c)
 

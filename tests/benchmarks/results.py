@@ -36,7 +36,7 @@ import ver_ppo  # noqa: E402
 from notebooks import draw  # noqa: E402
 from notebooks.extensions import play  # noqa: E402
 
-ONE_PROCESS = "--num-workers 0 --learner-threads 1"
+ONE_PROCESS = "--no-overlap --num-workers 0 --learner-threads 1"
 CUE = f"tests.envs:Cue-v0 {ONE_PROCESS} --num-steps 64 --hidden-size 32 --total-timesteps 150000"
 CUE += " --learning-rate 3e-3 --gae-lambda 1 --update-epochs 4 --norm-adv --greedy"
 CONTROL = f"{ONE_PROCESS} --num-envs 8 --update-epochs 10 --norm-adv --vf-coef 0.01 --ent-coef 0"

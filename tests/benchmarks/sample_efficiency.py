@@ -34,7 +34,7 @@ from peers import kill_session
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 SCRIPT = Path(__file__).resolve().parents[2] / "ver_ppo.py"
-COMMON = "--device cpu --learner-threads 1 --eval-episodes 0"
+COMMON = "--device cpu --learner-threads 1 --eval-episodes 0 --no-overlap"
 TASKS = {  # flags, what is read from the events, steps
     "CartPole-v1": (
         "--env-id uneven:UnevenCartPole-v0 --num-envs 8 --num-workers 4 --num-steps 32"

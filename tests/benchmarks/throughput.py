@@ -83,7 +83,7 @@ MODES = {  # the options that make each mode
 }
 EVEN = " without spread"  # is added to a mode's name
 FEED_FORWARD = " feed-forward"
-COMMON = {"learning_rate": 1e-6, "device": "cpu", "eval_episodes": 0}
+COMMON = {"learning_rate": 1e-6, "device": "cpu", "eval_episodes": 0, "overlap": False}
 POINTNAV = {"num_envs": 16, "num_steps": 128}
 SLEEPING = {**POINTNAV, "num_workers": 16}
 WORKLOADS = {
