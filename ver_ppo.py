@@ -2165,6 +2165,7 @@ class Run:
         self.step = 0
         self.update = 0
         self.recent = deque(maxlen=100)  # episode_stats of the last episodes
+        self.shares = deque(maxlen=100)  # of SHARES, in the last updates
         self.learning_sec = {}  # number of threads -> what the last two updates took
         self.signal = None
         self.unsaved = None  # why the last checkpoint could not be written
@@ -2285,6 +2286,8 @@ class Run:
             if self.signal:  # it came in the last update
                 raise Interrupted(self.signal)
             self.save()
+            if self.shares:
+                self.bar.write(what_limits(*np.mean(self.shares, axis=0)))
         except (Interrupted, EnvironmentFailure, FloatingPointError):
             self.save()
             if not self.unsaved:
@@ -2309,7 +2312,9 @@ class Run:
 
     def log(self, rollout, logs):
         """Count an update and its steps, write what to log, and from time to time a checkpoint."""
-        self.write(*self.describe(rollout, logs))
+        steps, logs, episodes = self.describe(rollout, logs)
+        self.shares.append([logs[f"time/{name}_share"] for name in SHARES])
+        self.write(steps, logs, episodes)
         if self.step - self.saved_step >= self.options.checkpoint_interval:
             self.save()
 
@@ -2330,7 +2335,10 @@ class Run:
         cycle_sec = now - self.logged_at
         self.logged_at = now
         simulated_sec = steps["step_sec"].sum()
-        busy_share = simulated_sec / max(1, count_workers(options, self.spec)) / rollout_sec
+        workers = count_workers(options, self.spec)
+        busy_share = simulated_sec / max(1, workers) / rollout_sec
+        if workers == 0:  # what the simulators take is not the network's
+            waited_sec += simulated_sec
         lag_S = self.update - steps["version"]
         steps_N = np.bincount(steps["env"], minlength=rollout.num_envs)
         learned = rollout.rows[: rollout.learned]
@@ -2424,6 +2432,34 @@ class Run:
             self.write_scalars(report_evaluation(self.policy, self.spec, self.options, self.folder))
         if self.unsaved:
             raise OSError(f"the last checkpoint could not be written: {self.unsaved}")
+
+
+SHARES = "waiting", "inference", "learning", "worker_idle"
+
+
+def what_limits(waiting, inference, learning, worker_idle):
+    """One line that says what takes most of the time, by the shares that are logged as time/...,
+    and what helps.
+
+    >>> what_limits(0.7, 0.1, 0.2, 0.6)
+    'stragglers limit the speed: 70 % waiting, workers idle 60 % of it: try --sampler ver'
+    """
+    collecting = max(waiting, inference)
+    if waiting + inference + learning > 1.1:  # by another process, while this one learns
+        collecting = waiting + inference
+    if learning >= collecting:
+        what = "learning limits"
+        why = f"{learning:.0%} of the time: try --overlap, a GPU, or fewer --update-epochs"
+    elif inference >= waiting:
+        what = "inference limits"
+        why = f"{inference:.0%} of the time: try more --num-envs in a batch, or a GPU"
+    elif worker_idle > 0.5:
+        what = "stragglers limit"
+        why = f"{waiting:.0%} waiting, workers idle {worker_idle:.0%} of it: try --sampler ver"
+    else:
+        what = "simulators limit"
+        why = f"{waiting:.0%} of the time: try more --num-envs, --num-workers, or CPU cores"
+    return f"{what} the speed: {why}".replace("%", " %")
 
 
 def write_trace(file, steps, learning_sec):

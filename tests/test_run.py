@@ -408,6 +408,32 @@ def test_what_the_parser_refuses(tmp_path, capsys, line, word):
     assert line.split()[0] in error and word in error and "Traceback" not in error and run_folders(tmp_path) == []
 
 
+LIMITS = [  # shares of waiting, inference, learning, and of idle workers while waiting; what is said
+    ((0.8, 0.1, 0.1, 0.1), "simulators limit the speed: 80 % of the time: try more --num-envs"),
+    ((0.7, 0.1, 0.2, 0.6), "stragglers limit the speed: 70 % waiting, workers idle 60 % of it: try --sampler ver"),
+    ((0.2, 0.5, 0.3, 0.9), "inference limits the speed: 50 % of the time"),
+    ((0.2, 0.3, 0.5, 0.1), "learning limits the speed: 50 % of the time: try --overlap"),
+    ((0.6, 0.38, 0.7, 0.1), "simulators limit"),  # with overlap
+    ((0.3, 0.3, 0.95, 0.1), "learning limits"),
+]
+
+
+@pytest.mark.parametrize("shares, words", LIMITS)
+def test_what_limits(shares, words):
+    assert ver_ppo.what_limits(*shares).startswith(words)
+
+
+def test_what_limits_a_run(tmp_path, capfd):
+    """Simulators that sleep, and epochs without end, are found out, in the main process and with workers."""
+    latency = ["--wrappers", "notebooks.extensions.wrappers:Latency(mean_ms=20, spread=0)"]
+    lines = []
+    for name, more in {"0": latency, "4": latency, "1": ["--update-epochs", "200"]}.items():
+        line = f"--env-id CartPole-v1 --total-timesteps 192 --num-workers {name}"
+        run_here(tmp_path / name, line, *more)
+        lines += re.findall(r"\w+ limits? the speed", capfd.readouterr().out)
+    assert lines == ["simulators limit the speed", "simulators limit the speed", "learning limits the speed"]
+
+
 def test_memory_is_flat(tmp_path, monkeypatch):
     """Hundreds of updates later, the process holds no more memory than after the first ones."""
     resident_mib, log = [], ver_ppo.Run.log
