@@ -1840,18 +1840,17 @@ class CheckedEnvironment(Environment):
         known = self.spec.obs_shapes
         if shapes != known:
             raise BadAnswer(f"observation has the shapes {shapes}, the observation space {known}")
-        for key, leaf in leaves.items():
-            kind = np.asarray(leaf).dtype
-            wanted = rows[key].dtype
-            if not np.can_cast(kind, wanted, "same_kind"):
-                raise BadAnswer(f"observation {key!r} is {kind}, which does not fit in {wanted}")
         super().write(rows, leaves)
-        for key in leaves:
+        for key, leaf in leaves.items():
             row = rows[key][self.number]
-            space = self.spec.observations[key]
-            if row.dtype == np.int64 and int(row) not in space:
+            given = np.asarray(leaf).dtype
+            wanted = row.dtype
+            if given != wanted and not np.can_cast(given, wanted, "same_kind"):
+                raise BadAnswer(f"observation {key!r} is {given}, which does not fit in {wanted}")
+            if wanted.kind == "i" and int(row) not in self.spec.observations[key]:
+                space = self.spec.observations[key]
                 raise BadAnswer(f"observation {key!r} is {row}, the observation space {space}")
-            if row.dtype == np.float32 and not np.isfinite(row).all():
+            if wanted.kind == "f" and not np.isfinite(row).all():
                 raise BadAnswer(f"observation {key!r} is not finite")
 
     def close(self):
