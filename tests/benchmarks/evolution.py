@@ -1,15 +1,17 @@
-"""Whether a population finds the learning rate that it was not told: CartPole, rates drawn over
-three decades.
+"""Whether a population finds the learning rate that it was not told; and how often its members take
+over from each other although they are equal.
 
-    python tests/benchmarks/evolution.py run      five populations of four, twenty single runs
+    python tests/benchmarks/evolution.py run      populations of four, as many single runs; an hour
     python tests/benchmarks/evolution.py table    prints what came out
+    python tests/benchmarks/evolution.py equal    prints how often equal policies take over
     python tests/benchmarks/evolution.py picture  draws notebooks/pictures/population.png
 
-In each trial four learning rates are drawn from 10^-4.5 to 10^-1.5; the members of a population
-begin with them, and so do four runs on their own. Success is to reach what the tuned default
-reaches in as many steps of one run: its mean in notebooks/results/CartPole-v1.json. The best of
-four is that whose last hundred training episodes were best. Kept, with every decision, in
-notebooks/results/evolution.json, which notebook 7 draws.
+In each trial four learning rates are drawn, for CartPole from 10^-4.5 to 10^-1.5, for the cue,
+which needs memory, from 10^-4 to 10^-1; the members of a population begin with them, and so do four
+runs on their own. Success is to reach what the tuned default reaches in as many steps of one run:
+its mean in notebooks/results/TASK.json. The best of four is that whose last hundred training
+episodes were best. Kept, with every decision, in notebooks/results/evolution-TASK.json, of which
+notebook 7 draws CartPole's.
 """
 
 import argparse
@@ -33,7 +35,7 @@ OPTIONS = dict.fromkeys(BOUNDS, 0)  # of invented members
 SPREADS = (0.1, 0.2, 0.5, 1.0, 2.0)  # standard deviations of returns whose mean is 1
 TASKS = {  # learning rates are drawn between these powers of ten; steps between decisions
     "CartPole-v1": (-4.5, -1.5, 8192),
-    "cue": (-5, -3.5, 2048),
+    "cue": (-4, -1, 4096),
 }
 
 
@@ -75,9 +77,9 @@ def run_alone(task, number):
 
 def run_population(task, number):
     """One population: what each member came to, and their decisions."""
+    interval = TASKS[task][2]
     command = f"{command_of(task)} --eval-episodes 100"
     command = command.replace("ver_ppo.py", "-m notebooks.extensions.population")
-    interval = TASKS[task][2]
     with tempfile.TemporaryDirectory() as name:
         command += f" --population {name} --population-size {MEMBERS} --seed {number}"
         command += f" --evolve-interval {interval}"
@@ -128,20 +130,31 @@ def equal_table():
     return "\n".join(lines)
 
 
-def table():
-    """How many of the populations, of the best of four runs, and of all runs reached the tuned
-    default's mean return."""
-    trials = json.loads(FILE.read_text())["trials"]
-    tuned = draw.load_result("CartPole-v1")["runs"]
+def file_of(task):
+    """What is kept of a task."""
+    return draw.RESULTS / f"evolution-{task}.json"
+
+
+def load(task):
+    """All trials of a task."""
+    return json.loads(file_of(task).read_text())["trials"]
+
+
+def table(task):
+    """How many of the populations, of the best of four runs, and of all members and runs reached
+    the tuned default's mean return."""
+    trials = load(task)
+    tuned = draw.load_result(task)["runs"]
     goal = np.mean([run["evaluation"]["return"][0] for run in tuned])
     kinds = {  # the best by its training
         "populations, the best member": [max(found["population"])[1] for found in trials],
         "four runs on their own, the best one": [max(found["alone"])[1] for found in trials],
+        "members": [evaluated for found in trials for _, evaluated in found["population"]],
         "single runs": [evaluated for found in trials for _, evaluated in found["alone"]],
     }
-    lines = [f"tuned default: mean {goal:.0f} of {len(tuned)} seeds"]
+    lines = [f"{task}, tuned default: mean {goal:.4g} of {len(tuned)} seeds"]
     for name, values in kinds.items():
-        returns = ", ".join(f"{value:.0f}" for value in sorted(values))
+        returns = ", ".join(f"{value:.4g}" for value in sorted(values))
         reached = sum(value >= goal for value in values)
         lines.append(f"{name}: {reached} of {len(values)} reached it: {returns}")
     return "\n".join(lines)
@@ -151,7 +164,7 @@ def picture():
     """Family tree and learning rates of the first population."""
     matplotlib.use("Agg")
     draw.setup()
-    decisions = json.loads(FILE.read_text())["trials"][0]["decisions"]
+    decisions = load("CartPole-v1")[0]["decisions"]
     figure, axes = plt.subplots(1, 2, figsize=(9, 2.8), layout="constrained")
     draw.family_tree(axes[0], decisions)
     axes[0].set_title("weights: colour of the first ancestor")
@@ -160,23 +173,26 @@ def picture():
     figure.savefig(ROOT / "notebooks" / "pictures" / "population.png", dpi=90)
 
 
-def run_all(trials):
-    """All trials, into the file: a line for each list and each decision."""
-    found = [trial(1 + number) for number in range(trials)]
-    text = dump({"machine": machine(), "trials": found})
+def keep(task, trials):
+    """All trials, into the task's file: a line for each list and each decision."""
+    text = dump({"machine": machine(), "trials": trials})
     text = re.sub(r"\{[^{}]*\}", lambda found: " ".join(found[0].split()), text)
-    FILE.write_text(text + "\n")
+    file_of(task).write_text(text + "\n")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("run", "table", "picture"))
-    parser.add_argument("--trials", type=int, default=5)
+    parser.add_argument("what", choices=("run", "table", "picture", "equal"))
+    parser.add_argument("--trials", type=int, default=4)
     arguments = parser.parse_args()
-    if arguments.what == "run":
-        run_all(arguments.trials)
+    if arguments.what == "equal":
+        print(equal_table())
+        sys.exit()
+    for task in TASKS:
+        if arguments.what == "run":
+            keep(task, [trial(task, 1 + number) for number in range(arguments.trials)])
+        print(table(task))
     if arguments.what == "picture":
         picture()
-    print(table())
