@@ -8,16 +8,18 @@ P runs, on any machines, share nothing but a folder. None is in charge: each may
 and come back by the same command line. A run is one process, or many ranks: torchrun ... -m
 notebooks.extensions.population ... After every --evolve-interval steps a member
 
-    saves a checkpoint    ->  and puts a copy of it, its entry, into the folder: weights, options,
-                              last 100 episodes
+    saves a checkpoint    ->  and, if enough episodes have ended to have a score, puts a copy of it,
+                              its entry, into the folder: weights, options, last 100 episodes
     reads of every other  <-  the newest entry with no more steps than its own
     decides by `evolve`       goes on, or mutates its options, or takes over weights and options of
                               a better one
     goes on from its checkpoint, which then holds what it has decided
 
-    FOLDER/0/000000100352.pt ...          entries of member 0
+    FOLDER/0/000000100352.pt ...          the last entries of member 0
     FOLDER/0/decisions.jsonl              what it has decided, a line each
     FOLDER/0/pointnav__ver__.../          its run folder
+
+The rule is that of the paper; its numbers below are those of the paper's published code.
 """
 
 import contextlib
@@ -30,13 +32,19 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import torch
 
 import ver_multigpu
 import ver_ppo
 
-SHARE = 0.3  # of the population are "the worst", and as many "the best"
-CLOSE = 0.05  # share of the best score: a member no further below it does not take over
-PROBABILITY = 0.5  # that a mutation changes an option
+SHARE = 0.3  # of the population, rounded up, are "the worst", and as many "the best"
+OUTLIERS = 0.2  # share of the lowest scores without which the deviation is taken: crashed members
+DEVIATIONS = 0.5  # to take over, a member must be further below than so many of them
+CLOSE = 0.05  # and further than this share of the other's score
+EPISODES = 20  # to have a score, a member must have finished so many since it last changed
+PROBABILITY = 0.15  # that a mutation changes an option
+KEPT = 25  # entries of a member that stay, at most, for slower ones to read
+ENTRY = "[0-9]" * 12 + ".pt"  # file name of an entry: steps
 BOUNDS = {  # of the options that evolve
     "learning_rate": (1e-6, 0.1),
     "ent_coef": (1e-6, 0.1),
@@ -55,7 +63,8 @@ class Options(ver_multigpu.Options):
     population_size: int = 4  # P, runs in it
     member: int = 0  # number of this run, 0 .. P - 1; started again by it, it goes on
     evolve_interval: int = 100_000  # steps between its checkpoints and comparisons with the others
-    evolve_after: int = 0  # steps before the first comparison
+    # steps that a member learns undisturbed: at first, after each change, and after a restart
+    evolve_after: int = 0
     # what is compared, the larger the better: `return`, or a metric, of the last 100 episodes
     evolve_by: str = "return"
 
@@ -63,7 +72,7 @@ class Options(ver_multigpu.Options):
         super().__post_init__()
         numbers = f"0..{self.population_size - 1}: --population-size"
         rules = [
-            (self.population_size > 0, "population_size", "must be a positive number"),
+            (self.population_size > 2, "population_size", "must be 3 or more"),
             (0 < self.evolve_interval < math.inf, "evolve_interval", "must be a positive number"),
             (self.evolve_after >= 0, "evolve_after", "must be 0 or more"),
             (0 <= self.member < self.population_size, "member", f"must be within {numbers}"),
@@ -84,91 +93,142 @@ class Entry:
 
 
 def mutate(options, rng):
-    """Each of the options with probability 1/2: times or divided by 1.1 to 1.5 (gamma: its distance
-    from 1; epochs: one more or less), within BOUNDS. What is 0 stays 0. Returns new options."""
+    """Each of the options with probability 0.15: times or divided by 1.1 to 1.5 (gamma: its
+    distance from 1, by 1.1 to 1.2; epochs: one more or less), within BOUNDS; what lies beyond a
+    bound already moves inwards or stays. What is 0 stays 0. Returns new options."""
     changed = dict(options)
     for name, (low, high) in BOUNDS.items():
-        wanted = rng.random() < PROBABILITY
-        factor = rng.uniform(1.1, 1.5)
+        value = options[name]
+        if not value or rng.random() >= PROBABILITY:
+            continue
+        factor = rng.uniform(1.1, 1.2 if name == "gamma" else 1.5)
         up = rng.random() < 0.5
         if not up:
             factor = 1 / factor
-        value = options[name]
         if name == "gamma":
-            value = 1 - (1 - value) * factor
+            wanted = 1 - (1 - value) * factor
         elif name == "update_epochs":
-            value += 1 if up else -1
+            wanted = value + 1 if up else value - 1
         else:
-            value *= factor
-        if wanted and options[name]:
-            changed[name] = min(max(value, low), high)
+            wanted = value * factor
+        changed[name] = min(max(wanted, min(low, value)), max(high, value))
     return changed
 
 
-def evolve(own, others, rng):
-    """A member's decision, from its entry and those of others, of equal or less experience
-    (Petrenko et al. 2023):
+def evolve(own, best, others, size, rng):
+    """A member's decision in a population of `size`, from its entry, the best score that it has had
+    since its last decision, and entries of others, of equal or less experience (Petrenko et al.
+    2023):
 
-    - ("goes on", None, options): it is not among the worst 30 %, or none is better;
-    - ("mutates", None, options): it is, but no further below the best one than the standard
-      deviation of the population's scores, or 5 % of the best: its options change a little;
-    - ("takes over", member, options): it is clearly worse. Weights and options come from one drawn
-      from the best 30 %, and these options change a little.
+    - ("goes on", None, options): it is not among the worst 30 %, or its best score is as high as
+      one that is now among the best 30 %. Members without a score are counted among the worst:
+      until most of the population has one, none changes;
+    - ("mutates", None, options): else, if it is close to one drawn from the best 30 %: no further
+      below than half a standard deviation of the scores, the lowest fifth left out, or than 5 %.
+      Its options change a little;
+    - ("takes over", member, options): it is significantly worse. It gets the other's weights; the
+      options that change a little are the other's or, as often, its own.
 
     A pure function: the same entries and the same state of the random generator, the same decision.
     """
     ranked = sorted([*others, own], key=lambda entry: (-entry.score, entry.member))
-    few = max(1, round(SHARE * len(ranked)))
-    best_score = ranked[0].score
-    gap = best_score - own.score
-    if gap == 0 or own not in ranked[-few:]:
+    few = math.ceil(SHARE * size)
+    top = ranked[:few]
+    if ranked.index(own) < size - few or best >= top[-1].score:
         return "goes on", None, own.options
-    deviation = np.std([entry.score for entry in ranked])
-    if gap <= max(deviation, CLOSE * abs(best_score)):
+    donor = top[rng.integers(few)]
+    lowest = math.floor(OUTLIERS * len(ranked))
+    scores = [entry.score for entry in ranked[: len(ranked) - lowest]]
+    gap = donor.score - own.score
+    if gap <= max(DEVIATIONS * np.std(scores), CLOSE * abs(donor.score)):
         return "mutates", None, mutate(own.options, rng)
-    better = [entry for entry in ranked[:few] if entry.score > own.score]
-    donor = better[rng.integers(len(better))]
-    return "takes over", donor.member, mutate(donor.options, rng)
+    source = donor if rng.random() < 0.5 else own
+    return "takes over", donor.member, mutate(source.options, rng)
+
+
+def evolving(options):
+    """Those of a checkpoint's options that evolve."""
+    return {name: options[name] for name in BOUNDS}
+
+
+def mean_score(recent, column):
+    """Mean of a column of the last episodes; None if too few of them have ended."""
+    scores = np.array([episode[column] for episode in recent])
+    known = scores[np.isfinite(scores)]
+    return float(known.mean()) if len(known) >= EPISODES else None
 
 
 def read_entry(content, member, column):
     """The entry that a checkpoint's content is; None if there is no score yet."""
-    scores = np.array([episode[column] for episode in content["recent"]])
-    known = scores[np.isfinite(scores)]
-    if not len(known):
+    score = mean_score(content["recent"], column)
+    if score is None:
         return None
-    options = {name: content["options"][name] for name in BOUNDS}
-    return Entry(member, content["step"], float(known.mean()), options)
+    return Entry(member, content["step"], score, evolving(content["options"]))
 
 
-def read_others(run):
-    """Of every other member the content of the newest entry with no more steps than the run. What
-    cannot be read, or is of another environment or network, is skipped with a line."""
-    options = run.options
-    found = {}
-    for member in set(range(options.population_size)) - {options.member}:
-        files = Path(options.population).glob(f"{member}/*.pt")
-        steps = {int(path.stem): path for path in files if path.stem.isdigit()}
-        past = [step for step in steps if step <= run.step]
-        if past:
-            try:
-                found[member] = read_other(run, steps[max(past)])
-            except ver_ppo.UserError as error:
-                run.bar.write(f"skipped: {error}")
-    return found
+def folder_of(options, member):
+    """A member's own folder in that of the population."""
+    return Path(options.population) / str(member)
 
 
-def read_other(run, path):
-    """The content of another member's entry. Raises UserError if it is of no use."""
+def other_members(options):
+    """Numbers of all other members."""
+    return [member for member in range(options.population_size) if member != options.member]
+
+
+def entries_of(options, member):
+    """The files of a member's entries, the newest last."""
+    return sorted(folder_of(options, member).glob(ENTRY))
+
+
+def outline(value):
+    """Names, types and shapes of a part of a checkpoint: what it must have in common with the part
+    that it is to replace."""
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.dtype
+    if isinstance(value, dict):
+        return {name: outline(part) for name, part in value.items()}
+    return type(value)
+
+
+def read_other(run, own_content, path):
+    """The content of another member's entry. Raises UserError, or whatever a damaged file leads to,
+    if the run could not go on from it."""
     content = ver_ppo.load_checkpoint(path)
-    own = {name: weight.shape for name, weight in run.policy.state_dict().items()}
-    if {name: weight.shape for name, weight in content["policy"].items()} != own:
-        raise ver_ppo.UserError(f"{path} is of another network")
-    options = content["options"]
-    same = options.get("env_id") == run.options.env_id and options.keys() >= BOUNDS.keys()
-    if not same or content["columns"] != list(run.spec.episode_columns):
-        raise ver_ppo.UserError(f"{path} is of another environment or version")
+    options = evolving(content["options"])
+    replace(run.options, **options)  # refuses values with which nothing can be learned
+    fits = [
+        content["step"] == int(path.stem),
+        content["columns"] == own_content["columns"],
+        content["options"]["env_id"] == run.options.env_id,
+        outline(options) == outline(evolving(own_content["options"])),
+        outline(content["policy"]) == outline(own_content["policy"]),
+        outline(content["optimizer"]["state"]) == outline(own_content["optimizer"]["state"]),
+    ]
+    if not all(fits):
+        raise ver_ppo.UserError("is of another environment, network or version")
     return content
+
+
+def read_others(run, own_content):
+    """Of every other member the newest entry with no more steps than the run, if it has one. What
+    cannot be used is skipped with a line. One checkpoint at a time is in memory."""
+    options = run.options
+    found = []
+    for member in other_members(options):
+        past = [path for path in entries_of(options, member) if int(path.stem) <= run.step]
+        if not past:
+            continue
+        path = past[-1]
+        try:
+            entry = read_entry(read_other(run, own_content, path), member, run.column)
+        except Exception as error:  # whatever a damaged or hostile entry leads to
+            reason = " ".join(str(error).split())[:200]
+            run.bar.write(f"skipped: {path} ({type(error).__name__}: {reason})")
+            continue
+        if entry:
+            found.append(entry)
+    return found
 
 
 class Evolved(Exception):
@@ -182,12 +242,17 @@ class MemberRun(ver_multigpu.RankRun):
         if options.evolve_by not in spec.episode_columns:
             measured = ", ".join(spec.episode_columns)
             ver_ppo.refuse(options, "evolve_by", f"is not measured here: {measured} are")
+        self.column = spec.episode_columns.index(options.evolve_by)
+        self.best = -math.inf  # score since the last decision
         super().__init__(ranks, options, spec, *args)
 
     def log(self, rollout, logs):
         """As RankRun.log. Raises Evolved in all ranks if rank 0 has decided to change the
         checkpoint; after a signal, training ends as it always does."""
         super().log(rollout, logs)
+        score = mean_score(self.recent, self.column)
+        if score is not None:
+            self.best = max(self.best, score)
         if self.saved_step < self.step:
             return
         evolved = self.ranks.rank == 0 and publish_and_decide(self)
@@ -196,35 +261,50 @@ class MemberRun(ver_multigpu.RankRun):
             raise Evolved
 
 
+def publish(content, options):
+    """Put a checkpoint's content into the member's folder as its newest entry. The newest two stay,
+    and those that a slower member has still to come to, because it reads none of more steps than
+    its own; but not more than KEPT, or a member that has died would fill the disk. Raises OSError
+    or RuntimeError."""
+    folder = folder_of(options, options.member)
+    ver_ppo.write_checkpoint(content, folder / f"{content['step']:012}.pt")
+    own = entries_of(options, options.member)
+    entries_of_others = [entries_of(options, member) for member in other_members(options)]
+    slowest = min((paths[-1].name for paths in entries_of_others if paths), default=own[-1].name)
+    newer = sum(path.name > slowest for path in own)  # and one that it can read now
+    for path in own[: -min(max(newer + 1, 2), KEPT)]:
+        path.unlink(missing_ok=True)
+
+
 def publish_and_decide(run):
     """Publish the newest checkpoint as an entry, read the others', decide, and write what was
-    decided into the checkpoint. Returns whether it was changed. If a file cannot be written, says
-    so, and the run goes on as it is."""
+    decided into the checkpoint. Returns whether it was changed. If a file cannot be read or
+    written, says so, and the run goes on as it is."""
     if run.unsaved:
         return False
     options = run.options
     checkpoint = run.folder / "checkpoint.pt"
-    folder = Path(options.population) / str(options.member)
-    column = run.spec.episode_columns.index(options.evolve_by)
     try:
         content = ver_ppo.load_checkpoint(checkpoint)
-        ver_ppo.write_checkpoint(content, folder / f"{run.step:012}.pt")
-        own = read_entry(content, options.member, column)
-        if not own or not options.evolve_after <= run.step < options.total_timesteps:
+        own = read_entry(content, options.member, run.column)
+        if not own:
             return False
-        contents = read_others(run)
-        entries = [read_entry(other, member, column) for member, other in contents.items()]
-        others = [entry for entry in entries if entry]
+        publish(content, options)
+        best = run.best
+        run.best = -math.inf
+        waits = run.step - run.first_step < options.evolve_after
+        if waits or run.step >= options.total_timesteps:
+            return False
+        others = read_others(run, content)
         rng = np.random.default_rng([options.seed, run.step])
-        decision, donor, evolved = evolve(own, others, rng)
-        if donor is not None:  # but its step, and its episodes, are not ours
-            content["policy"] = contents[donor]["policy"]
-            content["optimizer"] = contents[donor]["optimizer"]
-            content["recent"] = []
+        decision, donor, evolved = evolve(own, best, others, options.population_size, rng)
+        if donor is not None:
+            take_over(run, content, next(other for other in others if other.member == donor))
         if decision != "goes on":
             content["options"] |= evolved
+            content["recent"] = []  # a score is that of these weights and options
             ver_ppo.write_checkpoint(content, checkpoint)
-        note(run, folder, own, others, decision, donor, evolved)
+        note(run, own, others, decision, donor, evolved)
         return decision != "goes on"
     except (OSError, RuntimeError, ver_ppo.UserError) as error:  # a full disk
         reason = str(error).splitlines()[0]
@@ -232,8 +312,17 @@ def publish_and_decide(run):
         return False
 
 
-def note(run, folder, own, others, decision, donor, evolved):
-    """Print a decision, and keep it in the folder."""
+def take_over(run, content, donor):
+    """Put the weights and moments of another member's entry into the run's checkpoint, whose step
+    stays. Raises UserError if the entry is not there any more."""
+    path = folder_of(run.options, donor.member) / f"{donor.step:012}.pt"
+    theirs = read_other(run, content, path)
+    content["policy"] = theirs["policy"]
+    content["optimizer"]["state"] = theirs["optimizer"]["state"]
+
+
+def note(run, own, others, decision, donor, evolved):
+    """Print a decision, and keep it in the member's folder."""
     best = max([own, *others], key=lambda entry: entry.score)
     known = f"the best of {1 + len(others)} has {best.score:.4g} (member {best.member})"
     whom = "" if donor is None else f" member {donor}"
@@ -246,15 +335,15 @@ def note(run, folder, own, others, decision, donor, evolved):
     line = asdict(own)
     line["others"] = {entry.member: [entry.step, entry.score] for entry in others}
     line |= {"decision": decision, "from": donor, "to": evolved}
-    with open(folder / "decisions.jsonl", "a") as file:
+    with open(folder_of(run.options, own.member) / "decisions.jsonl", "a") as file:
         file.write(json.dumps(line) + "\n")
 
 
 def join(options):
     """The options of a member: its own folder and seed; if it has been there before, going on from
-    its checkpoint, by the options that it had evolved. Raises UserError for a run of another
-    environment, or from elsewhere."""
-    folder = Path(options.population) / str(options.member)
+    its checkpoint, by this seed and the options that it had evolved. Raises UserError for a run of
+    another environment, or from elsewhere."""
+    folder = folder_of(options, options.member)
     if options.resume and Path(options.resume).resolve().parent != folder.resolve():
         advice = "is no run of this member: give --init-from to begin with its weights"
         ver_ppo.refuse(options, "resume", advice)
@@ -271,18 +360,28 @@ def join(options):
     if saved["env_id"] != options.env_id:
         learned = f"has learned {saved['env_id']} in {options.population}"
         ver_ppo.refuse(options, "member", f"{learned}: give another folder")
-    evolved = {name: saved[name] for name in BOUNDS}
+    kept = evolving(saved) | {"seed": saved["seed"]}
     resume = str(found[-1].parent)
-    return replace(options, resume=resume, init_from=None, reset="nothing", **evolved)
+    return replace(options, resume=resume, init_from=None, reset="nothing", **kept)
+
+
+def open_lock(path, flags):
+    """As os.open, but never the file that a link leads to."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 @contextlib.contextmanager
 def only_one(options):
     """Around a member's life: no other process has its number (of many ranks, the first sees to
-    that). Raises UserError."""
-    folder = Path(options.population) / str(options.member)
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "lock", "w") as file:
+    that). Raises UserError, also if the folder cannot be used."""
+    folder = folder_of(options, options.member)
+    with contextlib.ExitStack() as stack:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(open(folder / "lock", "a", opener=open_lock))
+        except OSError as error:
+            reason = f"{error.filename} cannot be written ({error.strerror})"
+            ver_ppo.refuse(options, "population", f"{reason}: choose another place")
         try:
             if os.environ.get("RANK", "0") == "0":
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
