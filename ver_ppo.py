@@ -844,7 +844,7 @@ def compute_advantages(
 
     Walks backwards and keeps, for each segment, value and advantage of the step that follows: at
     first the segment's bootstrap value and 0, and where an episode is done, 0 and 0. `keep_S`: how
-    much of a step's advantage earlier steps see (all, but for async). Returns float32 advantages.
+    much of a step's advantage earlier steps see (all, unless data are older). Returns advantages.
 
     >>> segment, reward, value = np.array([0, 0, 1]), np.ones(3), np.zeros(3)
     >>> done, bootstrap = np.array([False, True, False]), np.array([9.0, 4.0])
@@ -1240,7 +1240,10 @@ def count_workers(options, spec):
     something else (a GPU, a server), up to one for each environment."""
     if options.num_workers != "auto":
         return options.num_workers
-    if spec.step_sec < CHEAP_STEP_SEC:
+    cheap_sec = CHEAP_STEP_SEC
+    if options.overlap and count_cores() == 2:  # busy with collecting and learning
+        cheap_sec *= 4
+    if spec.step_sec < cheap_sec:
         return 0
     waits = spec.step_sec / max(spec.cpu_sec, 1e-6)  # 1: never
     return min(options.num_envs, MAX_WORKERS, max(1, round(count_cores() * waits)))
@@ -1665,7 +1668,8 @@ def build_encoders(spec, options):
     for key, space in spec.observations.items():
         layout = image_layout(space)
         if not layout:
-            encoders[encoder_name(key)] = Vector(key, space, hidden // 2, linear=backbone is not None)
+            vector = Vector(key, space, hidden // 2, linear=backbone is not None)
+            encoders[encoder_name(key)] = vector
         elif options.encoder != "none":
             groups.setdefault(layout[1:3], {})[key] = space
     for size, group in groups.items():
@@ -1877,7 +1881,7 @@ def tell(text):
     if rank is None:
         tqdm.write(text, file=sys.stderr)
     else:
-        tqdm.write(f"rank {rank}: {text}", file=sys.__stderr__)  # sys.stderr is that of rank 0 alone
+        tqdm.write(f"rank {rank}: {text}", file=sys.__stderr__)  # sys.stderr is rank 0's alone
 
 
 def note_restart(workers, reason):

@@ -507,19 +507,6 @@ def test_refusals(tmp_path, capsys, line, word):
     assert not list(tmp_path.glob("p/*/CartPole*"))
 
 
-def test_the_lock_is_no_link(tmp_path, capsys):
-    """A lock that is a link to another file is refused, and that file stays as it is; one that is there already, too."""
-    folder, precious = tmp_path / "p" / "1", tmp_path / "precious"
-    folder.mkdir(parents=True)
-    precious.write_text("data")
-    (folder / "lock").symlink_to(precious)
-    one_line(capsys, f"{LINE} --population {tmp_path}/p --member 1".split(), "lock cannot be written", population.main)
-    (folder / "lock").unlink()
-    (folder / "lock").hardlink_to(precious)
-    assert member(tmp_path, 1, steps=64) == 0
-    assert precious.read_text() == "data"
-
-
 def test_a_members_seed(tmp_path):
     """Of each member another one; the same when it comes back, by its command line or by --resume."""
     seeds = []

@@ -290,7 +290,8 @@ class Clocks:
 
 @pytest.mark.parametrize("step_sec, busy, workers", [
     (20e-6, 1.0, 0),  # very cheap
-    (200e-6, 1.0, 2),  # a core each
+    (100e-6, 1.0, 2),  # a core each
+    (300e-6, 1.0, 2),
     (0.02, 0.99, 2),
     (0.02, 0.0, 16),  # it sleeps
     (0.02, 0.01, 16),
@@ -308,9 +309,23 @@ def test_workers_are_counted_by_measuring(monkeypatch, step_sec, busy, workers):
     spec = ver_ppo.EnvSpec({"obs": gym.spaces.Discrete(2)}, env.action_space, (), *ver_ppo.time_steps(env))
     assert spec.step_sec == pytest.approx(step_sec) and spec.cpu_sec == pytest.approx(step_sec * busy)
     assert env.resets == 1 and env.clock <= 1.0 + 2 * step_sec + 1e-9
-    assert ver_ppo.count_workers(ver_ppo.Options(), spec) == workers
-    assert ver_ppo.count_workers(ver_ppo.Options(num_envs=3), spec) == min(workers, 3)
-    assert ver_ppo.count_workers(ver_ppo.Options(num_workers=5), spec) == 5
+    for overlap in (False, True):
+        options = ver_ppo.Options(overlap=overlap)
+        expected = 0 if overlap and step_sec < 200e-6 else workers  # both cores are busy already
+        assert ver_ppo.count_workers(options, spec) == expected
+        assert ver_ppo.count_workers(replace(options, num_envs=3), spec) == min(expected, 3)
+        assert ver_ppo.count_workers(replace(options, num_workers=5), spec) == 5
+    monkeypatch.setattr(ver_ppo, "count_cores", lambda: 4)
+    assert bool(ver_ppo.count_workers(options, spec)) == bool(workers)
+
+
+@pytest.mark.parametrize("cores, gpu, overlaps", [(1, False, False), (2, False, True), (16, False, True), (16, True, False)])
+def test_overlap_is_the_default_on_cpus(monkeypatch, cores, gpu, overlaps):
+    """Where two processes can run at once, and nobody has to share a GPU; not where ranks preempt each other."""
+    monkeypatch.setattr(ver_ppo, "count_cores", lambda: cores)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    assert ver_ppo.parse_options([]).overlap == overlaps
+    assert not ver_ppo.parse_options(["--no-overlap"]).overlap and ver_ppo.parse_options(["--overlap"]).overlap
 
 
 def test_first_line(tmp_path, capsys, monkeypatch):
@@ -320,7 +335,7 @@ def test_first_line(tmp_path, capsys, monkeypatch):
     run_here(tmp_path / "2", "--env-id CartPole-v1 --total-timesteps 64 --num-workers 2")
     measured, told = [line for line in capsys.readouterr().out.splitlines() if "environments in" in line]
     figures = r"a step takes 0.02 ms, 0.019 of a CPU; \d+ cores"
-    assert re.search(rf"ver, 4 environments in 0 workers \({figures}\), ", measured)
+    assert re.search(rf"ver without overlap, 4 environments in 0 workers \({figures}\), ", measured)
     assert "4 environments in 2 workers, " in told
 
 

@@ -23,7 +23,6 @@ The rule is that of the paper; its numbers below are those of the paper's publis
 """
 
 import contextlib
-import fcntl
 import json
 import math
 import os
@@ -232,7 +231,8 @@ def read_others(run, own_content):
 
 
 class Evolved(Exception):
-    """The run's checkpoint was changed: it has to go on from there."""
+    """The run's checkpoint was changed: it has to go on from there, by the options of the argument.
+    """
 
 
 class MemberRun(ver_multigpu.RankRun):
@@ -255,10 +255,10 @@ class MemberRun(ver_multigpu.RankRun):
             self.best = max(self.best, score)
         if self.saved_step < self.step:
             return
-        evolved = self.ranks.rank == 0 and publish_and_decide(self)
+        evolved = publish_and_decide(self) if self.ranks.rank == 0 else None
         evolved_R, signal_R = zip(*self.ranks.gather((evolved, self.signal)))
         if evolved_R[0] and not any(signal_R):
-            raise Evolved
+            raise Evolved(evolved_R[0])
 
 
 def publish(content, options):
@@ -278,23 +278,23 @@ def publish(content, options):
 
 def publish_and_decide(run):
     """Publish the newest checkpoint as an entry, read the others', decide, and write what was
-    decided into the checkpoint. Returns whether it was changed. If a file cannot be read or
-    written, says so, and the run goes on as it is."""
+    decided into the checkpoint. Returns the options that evolve, if it was changed, else None. If a
+    file cannot be read or written, says so, and the run goes on as it is."""
     if run.unsaved:
-        return False
+        return None
     options = run.options
     checkpoint = run.folder / "checkpoint.pt"
     try:
         content = ver_ppo.load_checkpoint(checkpoint)
         own = read_entry(content, options.member, run.column)
         if not own:
-            return False
+            return None
         publish(content, options)
         best = run.best
         run.best = -math.inf
         waits = run.step - run.first_step < options.evolve_after
         if waits or run.step >= options.total_timesteps:
-            return False
+            return None
         others = read_others(run, content)
         rng = np.random.default_rng([options.seed, run.step])
         decision, donor, evolved = evolve(own, best, others, options.population_size, rng)
@@ -305,11 +305,11 @@ def publish_and_decide(run):
             content["recent"] = []  # a score is that of these weights and options
             ver_ppo.write_checkpoint(content, checkpoint)
         note(run, own, others, decision, donor, evolved)
-        return decision != "goes on"
+        return evolved if decision != "goes on" else None
     except (OSError, RuntimeError, ver_ppo.UserError) as error:  # a full disk
         reason = str(error).splitlines()[0]
         run.bar.write(f"not compared with the population at step {run.step}: {reason}")
-        return False
+        return None
 
 
 def take_over(run, content, donor):
@@ -365,32 +365,24 @@ def join(options):
     return replace(options, resume=resume, init_from=None, reset="nothing", **kept)
 
 
-def open_lock(path, flags):
-    """As os.open, but never the file that a link leads to."""
-    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
-
-
 @contextlib.contextmanager
 def only_one(options):
     """Around a member's life: no other process has its number (of many ranks, the first sees to
     that). Raises UserError, also if the folder cannot be used."""
     folder = folder_of(options, options.member)
-    with contextlib.ExitStack() as stack:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            file = stack.enter_context(open(folder / "lock", "a", opener=open_lock))
-        except OSError as error:
-            reason = f"{error.filename} cannot be written ({error.strerror})"
-            ver_ppo.refuse(options, "population", f"{reason}: choose another place")
-        try:
-            if os.environ.get("RANK", "0") == "0":
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            running = f"is running already in {options.population}: give another one"
-            ver_ppo.refuse(options, "member", running)
-        except OSError:  # a file system without locks
-            pass
+    lock = None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.environ.get("RANK", "0") == "0":
+            lock = ver_ppo.lock_folder(folder)
+    except OSError as error:
+        reason = f"{error.filename} cannot be written ({error.strerror})"
+        ver_ppo.refuse(options, "population", f"{reason}: choose another place")
+    try:
         yield
+    finally:
+        if lock is not None:
+            os.close(lock)
 
 
 def train(options):
@@ -400,12 +392,13 @@ def train(options):
 
 def train_member(options):
     """Train as a member of a population, to the end."""
+    evolved = {}
     with only_one(options):
         while True:
             try:
-                return train(join(options))
-            except Evolved:
-                pass
+                return train(replace(join(options), **evolved))
+            except Evolved as error:  # told by rank 0: a file system may be slow to show the others
+                (evolved,) = error.args
 
 
 def main(argv=None):
