@@ -103,16 +103,17 @@ class Options:
 
     num_envs: int = 16  # N, environments that run in parallel
     num_steps: int = 128  # T: a rollout is T x N steps, T from each environment on average
-    # processes that share the environments; 0: all in the main process (debuggers, exact
-    # repetition); auto: as many as keep the CPU cores busy, by the time that some steps take
+    # processes that share the environments; 0: all are in the process that collects (debuggers and
+    # exact repetition: --no-overlap, too); auto: as many as keep the CPU cores busy, by the time
+    # that some steps take
     num_workers: int | Literal["auto"] = "auto"
     max_requests: int = 256  # most answers taken at once (idle environments all act in one batch)
     # which steps make a rollout. ver: whichever come first; nover: T of each environment (VER
     # without variable rollouts); sync: T of each, in lock-step (DD-PPO); async: without end, in
-    # trajectories of T, with V-trace (Sample Factory's APPO)
+    # trajectories of T (Sample Factory's APPO)
     sampler: Literal["ver", "nover", "sync", "async"] = "ver"
-    # another process collects the next rollout while this one learns: faster, data one update older
-    # (the default: where there are two CPU cores, and no GPU)
+    # another process collects the next rollout while this one learns: faster; data are an update
+    # older, which the returns account for (the default: where there are two CPU cores, and no GPU)
     overlap: bool = field(default_factory=lambda: overlap_pays())
 
     learning_rate: float = 1e-3  # at the start; decays to 0 along a cosine
