@@ -67,7 +67,6 @@ class Options(ver_ppo.Options):
 
     def __post_init__(self):
         super().__post_init__()
-        own = f"cuda:{local_gpu()}"
         waits = not self.overlap and self.sampler != "async"
         rules = [
             (0 < self.sync_frac <= 1, "sync_frac", "must be within 0..1"),
@@ -75,12 +74,7 @@ class Options(ver_ppo.Options):
             (
                 self.preemption == "none" or waits,
                 "preemption",
-                "must be none with --overlap and --sampler async",
-            ),
-            (
-                self.device in ("auto", "cpu", "cuda", own),
-                "device",
-                "must be auto, cpu or cuda: each rank has its own GPU",
+                "must be none with --overlap (or give --no-overlap) and --sampler async",
             ),
             (not self.checkpoint, "checkpoint", "is evaluated by ver_ppo.py"),
         ]

@@ -59,6 +59,7 @@ import select
 import shutil
 import signal
 import sys
+import threading
 import time
 import traceback
 from array import array
@@ -1292,19 +1293,21 @@ def overlapped_rollouts(policy, spec, options, run):
     try:
         send_numbers(commands, [0])
         for number in itertools.cycle([0, 1]):
-            while not messages.poll(1.0):
+            while process.exitcode is None and not messages.poll(1.0):
                 if run.enough():
                     yield rollouts[number]
             try:
+                if not messages.poll():
+                    raise EOFError
                 message = messages.recv()  # what is new of the rollout, or why there is none
-            except EOFError:
+                send_numbers(commands, [1 - number])
+            except (EOFError, BrokenPipeError):
                 process.join(5)
                 reason = f"the collecting process died with exit code {process.exitcode}"
                 message = EnvironmentFailure(reason)
             if isinstance(message, Exception):
                 raise message
             vars(rollouts[number]).update(message)
-            send_numbers(commands, [1 - number])
             yield rollouts[number]
             with torch.no_grad():
                 new = nn.utils.parameters_to_vector(policy.parameters())
@@ -1318,11 +1321,9 @@ def overlapped_rollouts(policy, spec, options, run):
 def collector_process(inbox, outbox, spec, options, first_episode, rollouts, weights, version):
     """Body of that process: collect into the rollout whose number arrives, until the main process
     ends the pipe or dies."""
-    os.setpgrp()
+    lead_group()
     torch.set_num_threads(1)
     torch.manual_seed(derive_seed(SEED_OF_COLLECTOR, options.seed, first_episode))
-    device = choose_device(options)
-    policy = make_policy(spec, options).to(device).requires_grad_(False)
 
     def ended(steps=0):
         ready, _, _ = select.select([inbox], [], [], 0)
@@ -1335,9 +1336,11 @@ def collector_process(inbox, outbox, spec, options, first_episode, rollouts, wei
             nn.utils.vector_to_parameters(newest, policy.parameters())
         return step(*inputs)
 
-    step = policy.step
-    policy.step = step_by_newest_weights
     try:
+        device = choose_device(options)
+        policy = make_policy(spec, options).to(device).requires_grad_(False)
+        step = policy.step
+        policy.step = step_by_newest_weights
         io = EnvIO(spec, options.num_envs, first_episode)
         with contextlib.closing(make_workers(options, "train", spec, io)) as workers:
             c = Collector(workers, io, policy, spec, options, ended)
@@ -1351,10 +1354,10 @@ def collector_process(inbox, outbox, spec, options, first_episode, rollouts, wei
                 if not ended():
                     news = "size", "learned", "bootstrap", "clock"
                     outbox.send({name: getattr(rollout, name) for name in news})
-    except Exception as error:
-        if not isinstance(error, EnvironmentFailure):
-            error = EnvironmentFailure(traceback.format_exc())
+    except (EnvironmentFailure, UserError) as error:
         outbox.send(error)
+    except Exception:
+        outbox.send(EnvironmentFailure(traceback.format_exc()))
 
 
 class Trajectories:
@@ -1656,7 +1659,7 @@ def encoder_name(key):
     ['depth', 'hand·pose', 'type_']
     """
     name = key.replace(".", "·")
-    return f"{name}_" if hasattr(nn.ModuleDict, name) else name
+    return f"{name}_" if not name or hasattr(nn.ModuleDict(), name) else name
 
 
 def build_encoders(spec, options):
@@ -1769,7 +1772,6 @@ def cpc_loss(policy, features_MF, core_MH, batch):
 # The lesson calls `make_workers`, `process_context` and `share_memory`.
 
 SIGNALS = signal.SIGINT, signal.SIGTERM
-EXIT_BAD_ANSWER = 3
 CLOSING_SEC = 5
 
 
@@ -1800,6 +1802,20 @@ def process_context():
     for number, handler in handlers.items():
         signal.signal(number, handler)
     return context
+
+
+def lead_group():
+    """Give this process a group of its own, to which belongs what its simulators start. If the
+    process that started it is gone, and it does not end by itself (a simulator hangs), the group is
+    killed."""
+
+    def follow():
+        multiprocessing.parent_process().join()
+        time.sleep(CLOSING_SEC)
+        os.killpg(0, signal.SIGKILL)
+
+    os.setpgrp()
+    threading.Thread(target=follow, daemon=True).start()
 
 
 def end_process(process, timeout_sec):
@@ -1931,18 +1947,19 @@ class InlineWorkers:
 
 
 def guarded_worker(inbox, outbox, environments, last_words):
-    """`env_worker` in a process group of its own, to which belongs what the simulators start. An
-    exception leaves its text, and ends the process, whatever threads the simulators have."""
-    os.setpgrp()
+    """`env_worker` in a process group of its own. An exception leaves whether it was a bad answer,
+    and its text, and ends the process, whatever threads the simulators have."""
+    lead_group()
     try:
         env_worker(inbox, outbox, environments)
     except Exception as error:
-        text = str(error).encode()[-len(last_words) :]
-        last_words[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        last_words[0] = isinstance(error, BadAnswer)
+        text = str(error).encode()[1 - len(last_words) :]
+        last_words[1 : 1 + len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         signal.alarm(CLOSING_SEC)  # then the process ends: a simulator may hang here
         for environment in environments.values():
             environment.close()
-        os._exit(EXIT_BAD_ANSWER if isinstance(error, BadAnswer) else 1)
+        os._exit(1)
 
 
 class SupervisedWorkers(Workers):
@@ -1965,10 +1982,12 @@ class SupervisedWorkers(Workers):
     def receive(self, timeout_sec):
         answered = super().receive(timeout_sec)
         now = time.monotonic()
-        pause = now - self.received_at
+        # a long time without a look, in which this process was stopped, or has learned, counts a
+        # tenth of the limit at most
+        surplus = now - self.received_at - self.timeout_sec / 10
         self.received_at = now
-        if pause > 1.0:  # nobody has waited: this process was stopped, or has learned
-            self.asked_at_N[self.asked_at_N > 0] += pause
+        if surplus > 0:
+            self.asked_at_N[self.asked_at_N > 0] += surplus
         self.heard_at_W[np.array(answered, int) % self.num_workers] = now
         if now > self.next_check:
             self.next_check = now + 0.2
@@ -1986,14 +2005,15 @@ class SupervisedWorkers(Workers):
         """Start a worker's process again. Returns the environments whose answers it had written."""
         process = self.processes[worker]
         end_process(process, 0)
-        reason = bytes(self.last_words[worker]).rstrip(b"\0").decode(errors="replace")
+        bad_answer, *text = self.last_words[worker].tolist()
+        reason = bytes(text).rstrip(b"\0").decode(errors="replace")
         if not reason:
             who = f"worker {worker} (environments {mine.tolist()})"
             reason = f"{who} died with exit code {process.exitcode}"
         if len(late):
             who = f"environments {late.tolist()}"
             reason = f"no answer from {who} for {self.timeout_sec:.0f} s (--env-timeout)"
-        note_restart(self, BadAnswer(reason) if process.exitcode == EXIT_BAD_ANSWER else reason)
+        note_restart(self, BadAnswer(reason) if bad_answer else reason)
         answered = super().receive(0)
         inbox, _ = self.pipes[worker]
         while inbox.poll():
@@ -2211,13 +2231,14 @@ class Run:
         options = self.options
         name = f"{options.env_id}__{options.exp_name}__{options.seed}__{int(time.time())}"
         name = name.replace("/", "-").replace(":", "-")
-        self.open_trace()
         try:
             if options.resume:
                 self.folder = Path(options.resume)
-            else:
+                self.lock = lock_folder(self.folder)
+            self.open_trace()
+            if not options.resume:
                 self.folder = new_folder(Path(options.runs_dir) / name)
-            self.lock = lock_folder(self.folder)
+                self.lock = lock_folder(self.folder)
             (self.folder / "options.json").write_text(json.dumps(asdict(options), indent=2) + "\n")
         except OSError as error:
             reason = f"{error.filename} cannot be written ({error.strerror})"
@@ -2291,7 +2312,7 @@ class Run:
                 raise Interrupted(self.signal)
             self.save()
             if self.shares:
-                self.bar.write(what_limits(*np.mean(self.shares, axis=0)))
+                self.bar.write(what_limits(self.options, *np.mean(self.shares, axis=0)))
         except (Interrupted, EnvironmentFailure, FloatingPointError):
             self.save()
             if not self.unsaved:
@@ -2441,23 +2462,23 @@ class Run:
 SHARES = "waiting", "inference", "learning", "worker_idle"
 
 
-def what_limits(waiting, inference, learning, worker_idle):
+def what_limits(options, waiting, inference, learning, worker_idle):
     """One line that says what takes most of the time, by the shares that are logged as time/...,
     and what helps.
 
-    >>> what_limits(0.7, 0.1, 0.2, 0.6)
+    >>> what_limits(Options(sampler="sync", overlap=False), 0.7, 0.1, 0.2, 0.6)
     'stragglers limit the speed: 70 % waiting, workers idle 60 % of it: try --sampler ver'
     """
-    collecting = max(waiting, inference)
-    if waiting + inference + learning > 1.1:  # by another process, while this one learns
-        collecting = waiting + inference
+    overlaps = options.overlap or options.sampler == "async"
+    collecting = waiting + inference if overlaps else max(waiting, inference)
     if learning >= collecting:
         what = "learning limits"
-        why = f"{learning:.0%} of the time: try --overlap, a GPU, or fewer --update-epochs"
+        advice = "a GPU, or fewer --update-epochs" if overlaps else "--overlap, or a GPU"
+        why = f"{learning:.0%} of the time: try {advice}"
     elif inference >= waiting:
         what = "inference limits"
         why = f"{inference:.0%} of the time: try more --num-envs in a batch, or a GPU"
-    elif worker_idle > 0.5:
+    elif worker_idle > 0.5 and options.sampler in ("sync", "nover"):
         what = "stragglers limit"
         why = f"{waiting:.0%} waiting, workers idle {worker_idle:.0%} of it: try --sampler ver"
     else:

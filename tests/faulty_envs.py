@@ -90,6 +90,13 @@ class Parent(Faulty):
             time.sleep(3600)
 
 
+class Stuck(Count):
+    """Hangs in its first step."""
+
+    def step(self, action):
+        time.sleep(3600)
+
+
 class Broken(Count):
     """Cannot even be made."""
 
@@ -184,9 +191,9 @@ class Traced(Count):
 
 
 gym.register("Traced-v0", f"{__name__}:Traced", kwargs={"options": None})
-for name in ("Broken", "Late", "Numbered"):
+for name in ("Broken", "Late", "Numbered", "Stuck"):
     gym.register(f"{name}-v0", f"{__name__}:{name}")
-for fault in ("raise", "exit"):
+for fault in ("raise", "exit", "reward"):
     gym.register(f"Parent-{fault}-v0", f"{__name__}:Parent", kwargs={"fault": fault, "options": None})
 for fault in (*DEADLY, *RUBBISH):
     gym.register(f"Faulty-{fault}-v0", f"{__name__}:Faulty", kwargs={"fault": fault})

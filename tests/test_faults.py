@@ -192,6 +192,35 @@ def test_killed_at_any_line(tmp_path, k):
     assert (tmp_path / "killed").exists() and made_up.max() <= 1
 
 
+def test_slow_looks_find_who_hangs(capfd):
+    """Also if this process looks seldom, because it infers or learns for a long time in between."""
+    options = ver_ppo.Options(env_id="tests.faulty_envs:Stuck-v0", num_envs=2, num_workers=1, env_timeout=30)
+    spec = ver_ppo.EnvSpec(envs.Count.observation_space, envs.Count.action_space, ())
+    with contextlib.closing(ver_ppo.make_workers(options, "train", spec, ver_ppo.EnvIO(spec, 2))) as workers:
+        wait_until(lambda: workers.receive(0.1) and not workers.asked_at_N.any() or not workers.asked_at_N.any())
+        workers.timeout_sec = 1.0
+        workers.send(np.array([1]))
+        for looks in range(20):  # each counts for a tenth of a second at most
+            time.sleep(0.3)
+            if workers.receive(0):
+                break
+    assert 8 <= looks < 19 and "no answer from environments [1] for 1 s" in capfd.readouterr().err
+
+
+def test_refusals_of_the_collecting_process(monkeypatch):
+    """Not enough shared memory, say, is told to the main process as what it is."""
+    inbox, commands = ver_ppo.mp.Pipe(duplex=False)
+    messages, outbox = ver_ppo.mp.Pipe(duplex=False)
+    monkeypatch.setattr(ver_ppo, "lead_group", lambda: None)
+    monkeypatch.setattr(ver_ppo.shutil, "disk_usage", lambda path: SimpleNamespace(free=100))
+    options = ver_ppo.Options(env_id="tests.envs:Count-v0", hidden_size=8)
+    spec = ver_ppo.EnvSpec(envs.Count.observation_space, envs.Count.action_space, ())
+    with torch.random.fork_rng():
+        ver_ppo.collector_process(inbox, outbox, spec, options, 0, [], None, None)
+    error = messages.recv()
+    assert isinstance(error, ver_ppo.UserError) and "MiB of shared memory are needed" in str(error)
+
+
 def test_queueing_is_not_hanging(capfd):
     """Four environments share a worker, which takes longer for all than --env-timeout, but for none alone."""
     options = ver_ppo.Options(
@@ -312,6 +341,13 @@ RUBBISH = {
     "shape": ["observation has the shapes {'obs': (1,)}", "the observation space {'obs': (2,)}"],
     "keys": ["observation has the shapes {'another': (2,)}", "the observation space {'obs': (2,)}"],
 }
+def test_rubbish_of_one_that_cannot_be_closed(tmp_path, capfd):
+    """The run ends by it all the same: it does not count as a restart."""
+    assert ver_ppo.main(small(tmp_path, *"--env-id tests.faulty_envs:Parent-reward-v0 --num-workers 2".split())) == 1
+    said = "".join(capfd.readouterr())
+    assert "reward is inf" in said and "started again" not in said and nobody_left()
+
+
 CASES = [*itertools.product(RUBBISH, ("0", "2"), ["here"]), ("reward", "2", "overlap"), ("observation", "0", "async")]
 
 
@@ -350,6 +386,7 @@ def start(tmp_path):
 LATENCY = "notebooks.extensions.wrappers:Latency(mean_ms=20,spread=0)"
 COUNT, HANG = "--env-id tests.envs:Count-v0 --num-workers", "--env-id tests.faulty_envs:Faulty-hang-v0 --num-workers"
 STOPS = [("SIGINT", "here", COUNT), ("SIGTERM", "async", HANG), ("SIGKILL", "here", COUNT), ("SIGKILL", "overlap", COUNT)]
+STOPS += [("SIGKILL", "here", HANG)]
 
 
 @pytest.mark.parametrize("name, where, line", STOPS)
@@ -365,7 +402,7 @@ def test_signals(start, name, where, line):
     assert process.returncode == (-9 if name == "SIGKILL" else 128 + number), said
     assert name == "SIGKILL" or f"go on with: --resume {folder}" in said and "Traceback" not in said
     assert saved(folder)["step"] > 0
-    wait_until(lambda: alive_in_session(process.pid) == [], 10)
+    wait_until(lambda: alive_in_session(process.pid) == [], 15)
     assert not [file for file in os.listdir("/dev/shm") if any(f"_{pid}_" in file for pid in everybody)]
 
 

@@ -423,19 +423,20 @@ def test_what_the_parser_refuses(tmp_path, capsys, line, word):
     assert line.split()[0] in error and word in error and "Traceback" not in error and run_folders(tmp_path) == []
 
 
-LIMITS = [  # shares of waiting, inference, learning, and of idle workers while waiting; what is said
-    ((0.8, 0.1, 0.1, 0.1), "simulators limit the speed: 80 % of the time: try more --num-envs"),
-    ((0.7, 0.1, 0.2, 0.6), "stragglers limit the speed: 70 % waiting, workers idle 60 % of it: try --sampler ver"),
-    ((0.2, 0.5, 0.3, 0.9), "inference limits the speed: 50 % of the time"),
-    ((0.2, 0.3, 0.5, 0.1), "learning limits the speed: 50 % of the time: try --overlap"),
-    ((0.6, 0.38, 0.7, 0.1), "simulators limit"),  # with overlap
-    ((0.3, 0.3, 0.95, 0.1), "learning limits"),
+LIMITS = [  # sampler, shares of waiting, inference, learning, and of idle workers while waiting; what is said
+    ("ver", (0.8, 0.1, 0.1, 0.1), "simulators limit the speed: 80 % of the time: try more --num-envs"),
+    ("ver", (0.8, 0.1, 0.1, 0.6), "simulators limit the speed: 80 % of the time: try more --num-envs"),
+    ("sync", (0.7, 0.1, 0.2, 0.6), "stragglers limit the speed: 70 % waiting, workers idle 60 % of it: try --sampler ver"),
+    ("ver", (0.2, 0.5, 0.3, 0.9), "inference limits the speed: 50 % of the time"),
+    ("ver", (0.2, 0.3, 0.5, 0.1), "learning limits the speed: 50 % of the time: try --overlap, or a GPU"),
+    ("async", (0.6, 0.38, 0.7, 0.1), "simulators limit"),  # who collects does nothing else
+    ("async", (0.3, 0.3, 0.95, 0.1), "learning limits the speed: 95 % of the time: try a GPU, or fewer"),
 ]
 
 
-@pytest.mark.parametrize("shares, words", LIMITS)
-def test_what_limits(shares, words):
-    assert ver_ppo.what_limits(*shares).startswith(words)
+@pytest.mark.parametrize("sampler, shares, words", LIMITS)
+def test_what_limits(sampler, shares, words):
+    assert ver_ppo.what_limits(ver_ppo.Options(sampler=sampler, overlap=False), *shares).startswith(words)
 
 
 def test_what_limits_a_run(tmp_path, capfd):

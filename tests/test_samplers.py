@@ -169,11 +169,13 @@ def test_every_mode_loses_nothing(mode):
     assert lag.any() == (mode not in ("nover", "sync")) and (most < 1 or lag.mean() < most)
 
 
-@pytest.mark.parametrize("mode", ["overlap", "async"])
-def test_collecting_process_dies(mode):
-    """The death of the collecting process ends the run with its exit code, in seconds."""
+@pytest.mark.parametrize("mode, wait_sec", [("overlap", 0), ("overlap", 2), ("async", 0)])
+def test_collecting_process_dies(mode, wait_sec):
+    """The death of the collecting process ends the run with its exit code, in seconds, also when it has handed its rollout over
+    and waits."""
     with collecting(num_envs=4, num_steps=16, **MODES[mode]) as (policy, source):
         next(source)
+        time.sleep(wait_sec)
         (process,) = torch.multiprocessing.active_children()
         os.kill(process.pid, signal.SIGKILL)
         began = time.monotonic()

@@ -255,9 +255,11 @@ class MemberRun(ver_multigpu.RankRun):
             self.best = max(self.best, score)
         if self.saved_step < self.step:
             return
+        if any(self.ranks.gather(self.signal)):
+            return
         evolved = publish_and_decide(self) if self.ranks.rank == 0 else None
-        evolved_R, signal_R = zip(*self.ranks.gather((evolved, self.signal)))
-        if evolved_R[0] and not any(signal_R):
+        evolved_R = self.ranks.gather(evolved)
+        if evolved_R[0]:
             raise Evolved(evolved_R[0])
 
 
