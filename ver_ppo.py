@@ -1300,13 +1300,13 @@ def overlapped_rollouts(policy, spec, options, run):
                 if not messages.poll():
                     raise EOFError
                 message = messages.recv()  # what is new of the rollout, or why there is none
+                if isinstance(message, Exception):
+                    raise message
                 send_numbers(commands, [1 - number])
             except (EOFError, BrokenPipeError):
                 process.join(5)
                 reason = f"the collecting process died with exit code {process.exitcode}"
-                message = EnvironmentFailure(reason)
-            if isinstance(message, Exception):
-                raise message
+                raise EnvironmentFailure(reason) from None
             vars(rollouts[number]).update(message)
             yield rollouts[number]
             with torch.no_grad():
