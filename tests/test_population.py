@@ -384,16 +384,20 @@ def test_only_its_own_runs(tmp_path, capsys):
 
 @pytest.mark.parametrize("decided", [True, False])
 def test_signals_come_first(tmp_path, monkeypatch, decided):
-    """A signal while it decides ends the training, whatever was decided."""
+    """A signal while it decides ends the training, whatever was decided; the decision stays in the checkpoint."""
 
     def signalled(run):
         os.kill(os.getpid(), signal.SIGTERM)
-        return decided
+        if decided:
+            content = saved(run.folder)
+            ver_ppo.write_checkpoint(content | {"recent": [], "options": content["options"] | {"gamma": 0.9}}, run.folder / "checkpoint.pt")
+            return {"gamma": 0.9}
+        return None
 
     monkeypatch.setattr(population, "publish_and_decide", signalled)
     assert member(tmp_path, 1) == 128 + signal.SIGTERM
     (run,) = (tmp_path / "p" / "1").glob("CartPole*")
-    assert saved(run)["step"] == 128
+    assert saved(run)["step"] == 128 and (saved(run)["options"]["gamma"] == 0.9) == decided
 
 
 def test_a_full_disk(tmp_path, monkeypatch, capsys, donor):
@@ -526,7 +530,7 @@ def test_one_process_for_each_number(tmp_path, capsys):
     """While a member is running, another process with its number is refused; afterwards it may go on."""
     here = population.Options(population=str(tmp_path / "p"), member=1)
     with population.only_one(here):
-        one_line(capsys, f"{LINE} --population {tmp_path}/p --member 1".split(), "running already", population.main)
+        one_line(capsys, f"{LINE} --population {tmp_path}/p --member 1".split(), "belongs to a run that has not ended", population.main)
     assert member(tmp_path, 1, steps=64) == 0
 
 

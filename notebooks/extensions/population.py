@@ -244,23 +244,30 @@ class MemberRun(ver_multigpu.RankRun):
             ver_ppo.refuse(options, "evolve_by", f"is not measured here: {measured} are")
         self.column = spec.episode_columns.index(options.evolve_by)
         self.best = -math.inf  # score since the last decision
+        self.evolved = None  # options by which its changed checkpoint has to go on
         super().__init__(ranks, options, spec, *args)
 
     def log(self, rollout, logs):
         """As RankRun.log. Raises Evolved in all ranks if rank 0 has decided to change the
-        checkpoint; after a signal, training ends as it always does."""
+        checkpoint; after a signal, training ends, and a later start goes on from there."""
         super().log(rollout, logs)
         score = mean_score(self.recent, self.column)
         if score is not None:
             self.best = max(self.best, score)
         if self.saved_step < self.step:
             return
-        if any(self.ranks.gather(self.signal)):
-            return
-        evolved = publish_and_decide(self) if self.ranks.rank == 0 else None
-        evolved_R = self.ranks.gather(evolved)
-        if evolved_R[0]:
-            raise Evolved(evolved_R[0])
+        own = publish_and_decide(self) if self.ranks.rank == 0 else None
+        (evolved, *_), signal_R = zip(*self.ranks.gather((own, self.signal)))
+        self.evolved = evolved
+        if any(signal_R):
+            raise ver_ppo.Interrupted(max(filter(None, signal_R)))
+        if evolved:
+            raise Evolved(evolved)
+
+    def save(self):
+        """As RankRun.save, but not over a checkpoint that was changed."""
+        if not self.evolved:
+            super().save()
 
 
 def publish(content, options):
