@@ -36,10 +36,11 @@ Shapes, at least the first dimensions, stand in the names: N environments, S ste
 Q sequences, M steps of a mini-batch, B any batch (env_B: the numbers of B environments), H hidden
 units, L layers, F features, A dimensions of an action. action_BA is B x A, log_prob_B B numbers.
 
-The file down to "End of the lesson" is VER, in the order in which a step travels. Each section
-below it adds something that a real run needs, can be read alone, and says by which name the lesson
-calls it. (The simulators are environments like any other, in notebooks/environments/.) Papers: VER;
-DD-PPO (Wijmans et al. 2020); Sample Factory (Petrenko et al. 2020).
+The file down to "End of the lesson" is VER, in the order in which a step travels; what is drawn
+here is --no-overlap, the papers' order (on CPUs, another process collects). Each section below adds
+something that a real run needs, can be read alone, and says by which name the lesson calls it. (The
+simulators are environments like any other, in notebooks/environments/.) Papers: VER; DD-PPO
+(Wijmans et al. 2020); Sample Factory (Petrenko et al. 2020).
 """
 
 import ast
