@@ -67,12 +67,11 @@ class Options(ver_ppo.Options):
 
     def __post_init__(self):
         super().__post_init__()
-        waits = not self.overlap and self.sampler != "async"
         rules = [
             (0 < self.sync_frac <= 1, "sync_frac", "must be within 0..1"),
             (0 < self.rank_timeout < math.inf, "rank_timeout", "must be a positive number"),
             (
-                self.preemption == "none" or waits,
+                self.preemption == "none" or not self.overlaps,
                 "preemption",
                 "must be none with --overlap (or give --no-overlap) and --sampler async",
             ),

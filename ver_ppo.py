@@ -166,6 +166,11 @@ class Options:
         """S, steps of one rollout."""
         return self.num_steps * self.num_envs
 
+    @property
+    def overlaps(self):
+        """Whether another process collects while the main process learns."""
+        return self.overlap or self.sampler == "async"
+
 
 # ----------------------------------------------------------------------------------------- Policy
 
@@ -1261,7 +1266,7 @@ def count_workers(options, spec):
 def rollout_source(policy, spec, options, run):
     """The iterator over rollouts that --sampler and --overlap ask for. Closing it ends its
     processes."""
-    if options.overlap or options.sampler == "async":
+    if options.overlaps:
         return overlapped_rollouts(policy, spec, options, run)
     return inline_rollouts(policy, spec, options, run)
 
@@ -2263,8 +2268,7 @@ class Run:
     def headline(self):
         """The run's first line: what was chosen, and by which figures."""
         options = self.options
-        overlaps = options.overlap or options.sampler == "async"
-        how = f"{options.sampler} {'with' if overlaps else 'without'} overlap"
+        how = f"{options.sampler} {'with' if options.overlaps else 'without'} overlap"
         how += f", {options.num_envs} environments in {count_workers(options, self.spec)} workers"
         if options.num_workers == "auto":
             times = f"{1000 * self.spec.step_sec:.2g} ms, {1000 * self.spec.cpu_sec:.2g} of a CPU"
@@ -2470,11 +2474,10 @@ def what_limits(options, waiting, inference, learning, worker_idle):
     >>> what_limits(Options(sampler="sync", overlap=False), 0.7, 0.1, 0.2, 0.6)
     'stragglers limit the speed: 70 % waiting, workers idle 60 % of it: try --sampler ver'
     """
-    overlaps = options.overlap or options.sampler == "async"
-    collecting = waiting + inference if overlaps else max(waiting, inference)
+    collecting = waiting + inference if options.overlaps else max(waiting, inference)
     if learning >= collecting:
         what = "learning limits"
-        advice = "a GPU, or fewer --update-epochs" if overlaps else "--overlap, or a GPU"
+        advice = "a GPU, or fewer --update-epochs" if options.overlaps else "--overlap, or a GPU"
         why = f"{learning:.0%} of the time: try {advice}"
     elif inference >= waiting:
         what = "inference limits"

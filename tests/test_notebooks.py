@@ -32,8 +32,8 @@ def check_outputs(notebook):
 
 @EACH
 def test_notebook_runs(path):
-    """As a reader runs it: in its folder, with a fresh kernel; within the two minutes that are
-    promised (and some more for a slow machine). The first one compares times of a real run with
+    """As a reader runs it: in its folder, with a fresh kernel; within some minutes (half a minute
+    is promised, on a machine that is not slow or busy). The first one compares times of a real run with
     predictions: on a machine that does other things meanwhile, it may try three times."""
     tries = 3 if path.stem.startswith("01") else 1
     for attempt in range(1, tries + 1):
