@@ -7,10 +7,11 @@ again, and keeps account.
 killed, every 30 s one hangs, and every 5 minutes Ctrl-C stops the run, which is then resumed. The
 environments number their steps and keep a book (`tests/faulty_envs.py`, Numbered); the trainer's
 side writes down what it learns from. At the end the two must agree: every step was learned from
-once, but for those that were made or in flight since the last update before a stop: one rollout and
-a step of each environment at most, and always the last ones of a book. A step that an environment
-died in was learned from as the placeholder that stands for it (made up: no reward, truncated), one
-for each start. --debug checks every rollout meanwhile.
+once, but for those that were made or in flight since the last update before a stop: two rollouts
+(one that is learned from, one that another process collects meanwhile) and a step of each
+environment at most, and always the last ones of a book. A step that an environment died in was
+learned from as the placeholder that stands for it (made up: no reward, truncated), one for each
+start. --debug checks every rollout meanwhile.
 
 Prints one line for each part of the run and the account; exit status 1 if anything is wrong. Run by
 hand.
@@ -83,6 +84,7 @@ def check_part(learned, books, restarts, num_envs, num_steps):
     # because it was asked for the next step
     answered = {number for book in books for number in book[:-1]}
     left = (asked & answered) - known
+    most = num_envs * (2 * num_steps + 1)
     unanswered = asked - answered - known
     skipped = set()
     for book in books:
@@ -92,7 +94,7 @@ def check_part(learned, books, restarts, num_envs, num_steps):
         "never asked for": known - made_up - asked,
         "answered and yet made up": answered & made_up,
         "lost: a later one was learned from": skipped,
-        "left at the end, too many": left if len(left) > num_envs * (num_steps + 1) else (),
+        "left at the end, too many": left if len(left) > most else (),
         "left without an answer, too many": unanswered if len(unanswered) > 2 * num_envs else (),
     }
     wrong = []
