@@ -91,7 +91,7 @@ class Options:
     env_kwargs: tuple[str, ...] = ()  # KEY=VALUE ...: the environment's own keyword arguments
     # around each environment, in this order: "MODULE:NAME(KEY=VALUE, ...)" ...
     wrappers: tuple[str, ...] = ()
-    total_timesteps: int = 2_500_000  # environment steps to train for
+    total_timesteps: int = 1_500_000  # environment steps to train for
     seed: int = 1  # of the network, the action sampling, the shuffling and the environments
     device: str = "auto"  # `cpu`, `cuda`, `cuda:1`, ...; auto: CUDA where there is a GPU
 
@@ -121,7 +121,7 @@ class Options:
     learning_rate: float = 1e-3  # at the start; decays to 0 along a cosine
     gamma: float = 0.99  # discount factor
     gae_lambda: float = 0.95  # lambda of generalized advantage estimation
-    num_minibatches: int = 2  # mini-batches per epoch, equally large: must divide T x N
+    num_minibatches: int = 4  # mini-batches per epoch, equally large: must divide T x N
     update_epochs: int = 2  # passes over each rollout
     clip_coef: float = 0.2  # PPO's clipping range of the probability ratio
     norm_adv: bool = False  # normalize advantages (DD-PPO: unstable; short control tasks want it)
@@ -1271,6 +1271,11 @@ def rollout_source(policy, spec, options, run):
     return inline_rollouts(policy, spec, options, run)
 
 
+def flat_weights(policy):
+    """All weights of a policy as one vector, whatever their layout in memory."""
+    return torch.cat([weight.detach().flatten() for weight in policy.parameters()])
+
+
 def overlapped_rollouts(policy, spec, options, run):
     """Another process fills one of two rollouts while the learner uses the other, and acts by the
     newest weights that there are. With --overlap most of a rollout is by the policy one update
@@ -1285,7 +1290,7 @@ def overlapped_rollouts(policy, spec, options, run):
     """
     size = spec, options.rollout_steps, options.num_envs, policy.state_shape, torch.device("cpu")
     rollouts = [Rollout(*size, delayed=True) for _ in range(2)]
-    weights = nn.utils.parameters_to_vector(policy.parameters()).detach().cpu()
+    weights = flat_weights(policy).cpu()
     weights = torch.stack([weights, weights]).share_memory_()
     version = torch.tensor(run.update).share_memory_()
     context = process_context()
@@ -1315,9 +1320,7 @@ def overlapped_rollouts(policy, spec, options, run):
                 raise EnvironmentFailure(reason) from None
             vars(rollouts[number]).update(message)
             yield rollouts[number]
-            with torch.no_grad():
-                new = nn.utils.parameters_to_vector(policy.parameters())
-                weights[(version + 1) % 2] = new.cpu()
+            weights[(version + 1) % 2] = flat_weights(policy).cpu()
             version += 1
     finally:
         commands.close()  # it leaves when its pipe ends
@@ -1516,22 +1519,24 @@ def update_statistics(policy, rollout, average):
 
 class SmallCNN(nn.Module):
     """Small CNN for images of any size -> B x out_features. Its first layers read patches that do
-    not overlap: on a CPU that is twice as fast as the usual overlapping 8x8 and 4x4 kernels."""
+    not overlap: on a CPU that is twice as fast as the usual overlapping 8x8 and 4x4 kernels. With
+    channels last in memory it learns in three quarters of the time."""
 
     def __init__(self, images, out_features):
         super().__init__()
         self.images = images
         self.out_features = out_features
         stride = 4 if min(images.size) >= 32 else 2
-        self.convolutions = nn.Sequential(
+        convolutions = nn.Sequential(
             orthogonal(nn.Conv2d(images.channels, 16, stride, stride)),
-            nn.ReLU(),
+            nn.ReLU(inplace=True),
             orthogonal(nn.Conv2d(16, 32, stride, stride)),
-            nn.ReLU(),
+            nn.ReLU(inplace=True),
             orthogonal(nn.Conv2d(32, 32, 3, 1, padding=1)),
-            nn.ReLU(),
+            nn.ReLU(inplace=True),
             nn.Flatten(),
         )
+        self.convolutions = convolutions.to(memory_format=torch.channels_last)
         flat_features = 32 * math.prod(size // stride // stride for size in images.size)
         self.out = orthogonal(nn.Linear(flat_features, out_features))
 

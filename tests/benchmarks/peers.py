@@ -18,13 +18,13 @@ The same for all: environment class (PointNavSteady below), 16 environments, lea
 steps in two epochs of two mini-batches, Adam, the modules that encode the observation, an LSTM of
 128, CPU. The learning rate is close to 0, so that all play the uniform policy until the end. What
 differs: ver_ppo.py also reads the previous action (an LSTM input of 224 numbers instead of 192);
-Sample Factory learns while it collects, from experience of older policies, and its trajectories of
-32 steps are shorter than the others' 128; RecurrentPPO sends no gradient of the value into the
-LSTM.
+it and Sample Factory learn while they collect, from experience of older policies, and Sample
+Factory's trajectories of 32 steps are shorter than the others' 128; RecurrentPPO sends no gradient
+of the value into the LSTM. With `--simulator` the environment's steps take longer, unevenly.
 
 Each run is a process of its own, one at a time, trainers by turns; its rate counts from the end of
-the third rollout to the end of the last. Peers run the first of their VARIANTS; with --all-variants
-all, and the one with the best median counts. Run by hand on an idle machine (a busy core stalls the
+the third rollout to the end of the last. Peers run the variant that suits the simulator (BEST);
+with --all-variants all, and the one with the best median counts. Run by hand on an idle machine (a busy core stalls the
 threads of torch); prints one line for each run, then JSON.
 """
 
@@ -67,14 +67,21 @@ ROLLOUT_STEPS = NUM_ENVS * NUM_STEPS
 WARM_UP_ROLLOUTS = 3
 ENV_ID = "PointNavSteady-v0"
 LATENCY_SPREAD = 0.8  # sigma of a simulator's emulated time
+SIMULATORS = {  # what a step takes on top of PointNav's own, on average
+    "built-in": "nothing",
+    "computes": "2 ms of a CPU",
+    "sleeps": "20 ms, in which it sleeps",
+}
 
 VARIANTS = {  # keyword arguments of the functions train_... below
-    "ver": {
-        "default": {},
-        "overlap": {"overlap": True},
-        "overlap-inline": {"overlap": True, "num_workers": 0},
-    },
+    "ver": {"default": {}, "no-overlap": {"overlap": False}},
     "sample_factory": {
+        "16x1-rollout32": {
+            "num_workers": 16,
+            "num_envs_per_worker": 1,
+            "worker_num_splits": 1,
+            "rollout": 32,
+        },
         "2x8-rollout32": {"num_workers": 2, "num_envs_per_worker": 8, "rollout": 32},
         "4x4-rollout32": {"num_workers": 4, "num_envs_per_worker": 4, "rollout": 32},
         "2x8-rollout128": {"num_workers": 2, "num_envs_per_worker": 8, "rollout": 128},
@@ -95,6 +102,11 @@ VARIANTS = {  # keyword arguments of the functions train_... below
         "double-buffered-2thread": {"trainer": "ddppo", "threads": 2, "double_buffered": True},
     },
 }
+BEST = {  # which variant of a peer suits a simulator, tried on two cores
+    "built-in": {"sample_factory": "2x8-rollout32", "sb3": "dummy-2thread"},
+    "computes": {"sample_factory": "2x8-rollout32", "sb3": "subproc-1thread"},
+    "sleeps": {"sample_factory": "16x1-rollout32", "sb3": "subproc-2thread"},
+}
 PACKAGES = {
     "ver": [],
     "sample_factory": ["sample-factory"],
@@ -112,7 +124,21 @@ class PointNavSteady(pointnav.PointNav):
     """
 
     def step(self, action):
+        emulate(os.environ.get("SIMULATOR", "built-in"), self.np_random)
         return super().step(2 if action == 0 and self.np_random.random() > 1 / 12 else action)
+
+
+def emulate(simulator, rng):
+    """Take as long as a step of one of SIMULATORS (log-normal)."""
+    if simulator == "built-in":
+        return
+    share = rng.lognormal(-(LATENCY_SPREAD**2) / 2, LATENCY_SPREAD)
+    if simulator == "sleeps":
+        time.sleep(0.02 * share)
+    if simulator == "computes":
+        until = time.thread_time() + 0.002 * share
+        while time.thread_time() < until:
+            pass
 
 
 # this file is imported twice: as the program, and as `peers` by gym.make
@@ -232,7 +258,7 @@ def train_sample_factory(steps, folder, **sampling):
         "train_for_env_steps": steps,
         "async_rl": True,
         "serial_mode": False,
-        "worker_num_splits": 2,
+        "worker_num_splits": 2,  # double-buffered
         "batch_size": ROLLOUT_STEPS // MINIBATCHES,
         "num_batches_per_epoch": MINIBATCHES,
         "num_epochs": EPOCHS,
@@ -408,7 +434,7 @@ def list_runs(args):
     for trainer, python in pythons.items():
         variants = list(VARIANTS[trainer])
         if trainer != "ver" and not args.all_variants:
-            variants = variants[:1]
+            variants = [BEST[args.simulator].get(trainer, variants[0])]
         if python:
             runs += [(python, trainer, variant) for variant in variants]
     return runs
@@ -435,7 +461,13 @@ def compare(args):
             spread = f"{np.median(ratios):.2f}, {min(ratios):.2f} to {max(ratios):.2f}"
             print(f"ver {ours} / {peer} {best[1]}: median {spread}")
     cores = os.cpu_count()
-    return {"steps": args.total_timesteps, "cores": cores, "ratios": summary, "runs": results}
+    return {
+        "simulator": args.simulator,
+        "steps": args.total_timesteps,
+        "cores": cores,
+        "ratios": summary,
+        "runs": results,
+    }
 
 
 if __name__ == "__main__":
@@ -451,6 +483,9 @@ if __name__ == "__main__":
     parser.add_argument("--total-timesteps", type=int, default=100_000, help="of each run")
     given_up = "seconds after which a run is given up"
     parser.add_argument("--timeout", type=float, default=900.0, help=given_up)
+    simulators = "; ".join(f"{name}: {what}" for name, what in SIMULATORS.items())
+    taken = f"what a step takes beside PointNav's own time: {simulators}"
+    parser.add_argument("--simulator", choices=SIMULATORS, default="built-in", help=taken)
     best = "try all variants of the peers and keep the best"
     parser.add_argument("--all-variants", action="store_true", help=best)
     parser.add_argument("--trainer", choices=VARIANTS, help=argparse.SUPPRESS)
@@ -464,4 +499,5 @@ if __name__ == "__main__":
     else:
         # ends as by Ctrl-C: no trainer is left behind
         signal.signal(signal.SIGTERM, signal.default_int_handler)
+        os.environ["SIMULATOR"] = arguments.simulator
         print(json.dumps(compare(arguments)))

@@ -38,7 +38,8 @@ from notebooks.extensions import play  # noqa: E402
 
 ONE_PROCESS = "--no-overlap --num-workers 0 --learner-threads 1"
 CUE = f"tests.envs:Cue-v0 {ONE_PROCESS} --num-steps 64 --hidden-size 32 --total-timesteps 150000"
-CUE += " --learning-rate 3e-3 --gae-lambda 1 --update-epochs 4 --norm-adv --greedy"
+CUE += " --learning-rate 3e-3 --gae-lambda 1 --update-epochs 4 --num-minibatches 2 --norm-adv"
+CUE += " --greedy"
 CONTROL = f"{ONE_PROCESS} --num-envs 8 --update-epochs 10 --norm-adv --vf-coef 0.01 --ent-coef 0"
 CONTROL += " --greedy"
 CARTPOLE = "CartPole-v1 --num-steps 32 --total-timesteps 99840 --num-minibatches 1 --gamma 0.98"
@@ -48,12 +49,12 @@ PENDULUM += f" --num-minibatches 8 --gamma 0.9 {CONTROL}"
 TASKS = {  # what it is, arguments, results to show
     "pointnav": (
         "`pointnav`, 64×64 depth, 64 unseen floor plans",
-        "pointnav --no-overlap",
+        "pointnav",
         ("success", "spl"),
     ),
     "pointnav-blind": (
         "the same without the camera",
-        "pointnav --no-overlap --encoder none",
+        "pointnav --encoder none",
         ("success", "spl"),
     ),
     "CartPole-v1": ("`CartPole-v1`, 100 k steps", CARTPOLE, ("return",)),
