@@ -91,7 +91,7 @@ class Options:
     env_kwargs: tuple[str, ...] = ()  # KEY=VALUE ...: the environment's own keyword arguments
     # around each environment, in this order: "MODULE:NAME(KEY=VALUE, ...)" ...
     wrappers: tuple[str, ...] = ()
-    total_timesteps: int = 1_500_000  # environment steps to train for
+    total_timesteps: int = 2_000_000  # environment steps to train for
     seed: int = 1  # of the network, the action sampling, the shuffling and the environments
     device: str = "auto"  # `cpu`, `cuda`, `cuda:1`, ...; auto: CUDA where there is a GPU
 
@@ -121,7 +121,7 @@ class Options:
     learning_rate: float = 1e-3  # at the start; decays to 0 along a cosine
     gamma: float = 0.99  # discount factor
     gae_lambda: float = 0.95  # lambda of generalized advantage estimation
-    num_minibatches: int = 4  # mini-batches per epoch, equally large: must divide T x N
+    num_minibatches: int = 4  # mini-batches per epoch, equally large
     update_epochs: int = 2  # passes over each rollout
     clip_coef: float = 0.2  # PPO's clipping range of the probability ratio
     norm_adv: bool = False  # normalize advantages (DD-PPO: unstable; short control tasks want it)
@@ -894,16 +894,19 @@ def importance_weights(env_S, num_envs, maximum=1.0):
 
 
 def add_returns(policy, rollout, options):
-    """Write advantage, return and weight of every collected step into the rollout."""
-    if rollout.delayed:
-        add_corrected_returns(policy, rollout, options)
-        return
+    """Write advantage, return and weight of every collected step into the rollout: GAE by the
+    values that are stored; if older policies collected it, corrected by what the policy finds now.
+    The weights count segments: environments, or async's trajectories, which are equally long."""
     steps = rollout.rows[: rollout.size]
-    columns = [steps[name] for name in ("segment", "reward", "value", "done")]
-    advantage = compute_advantages(*columns, rollout.bootstrap, options.gamma, options.gae_lambda)
-    steps["advantage"] = advantage
-    steps["returns"] = advantage + steps["value"]
-    steps["weight"] = importance_weights(steps["env"], rollout.num_envs)
+    value_S = steps["value"]
+    keep_S = np.ones_like(value_S)
+    if rollout.delayed:
+        value_S, keep_S = reevaluate(policy, rollout, options)
+    columns = steps["segment"], steps["reward"], value_S, steps["done"], rollout.bootstrap
+    advantage_S = compute_advantages(*columns, options.gamma, options.gae_lambda, keep_S)
+    steps["advantage"] = advantage_S
+    steps["returns"] = value_S + keep_S * advantage_S
+    steps["weight"] = importance_weights(steps["segment"], rollout.num_envs)
 
 
 # -------------------------------------------------------------------------------------------- PPO
@@ -1260,7 +1263,7 @@ def count_workers(options, spec):
 # ------------------------------------------------------- Collecting while the main process learns
 # Adds a process that collects while this one learns: --overlap, and --sampler async (Sample
 # Factory's APPO). The lesson calls `rollout_source`, and for these data, which are older,
-# `add_corrected_returns`.
+# `reevaluate`.
 
 
 def rollout_source(policy, spec, options, run):
@@ -1415,32 +1418,27 @@ class Trajectories:
 
 
 @torch.no_grad()
-def add_corrected_returns(policy, rollout, options):
-    """`add_returns` for data of older policies: V-trace (IMPALA, section 4.1) by what the policy
-    makes of them now.
+def reevaluate(policy, rollout, options):
+    """What V-trace needs of steps that older policies collected (IMPALA, section 4.1): value_S, the
+    policy's values now; and keep_S, min(1, ratio), the ratio being the action's probability now
+    divided by that when it was chosen.
 
-    A step's ratio is its action's probability now divided by that when it acted; of its advantage,
-    min(1, ratio) counts for its value's target and for the steps before it. The advantage itself is
-    not multiplied, because PPO's objective is. Where all ratios are 1, this is GAE. The weights are
-    those of `add_returns`; but with async all are 1, because the trajectories are equally long.
+    So much of a step's advantage counts for its value's target and for the steps before it. The
+    advantage itself is not multiplied, because PPO's objective is. Where all ratios are 1, this is
+    GAE.
     """
     device = next(policy.parameters()).device
-    keep_S = np.zeros(rollout.steps, np.float32)
-    value_S = np.zeros(rollout.steps, np.float32)
-    sequences = find_sequences(rollout.segment, rollout.first)
+    value_S = np.zeros(rollout.size, np.float32)
+    keep_S = np.zeros(rollout.size, np.float32)
+    steps = rollout.rows[: rollout.size]
+    sequences = find_sequences(steps["segment"], steps["first"])
     for minibatch in cut_minibatches(sequences, options.num_minibatches):
         batch = make_batch(rollout, minibatch, device)
         distribution, value_M, _ = run_sequences(policy, batch)
         ratio_M = (distribution.log_prob(batch["action"]) - batch["log_prob"]).exp()
-        keep_S[batch["step"]] = ratio_M.clamp(max=1.0).cpu()
         value_S[batch["step"]] = value_M.cpu()
-    columns = rollout.segment, rollout.reward, value_S, rollout.done, rollout.bootstrap
-    advantage_S = compute_advantages(*columns, options.gamma, options.gae_lambda, keep_S)
-    rollout.advantage[:] = advantage_S
-    rollout.returns[:] = value_S + keep_S * advantage_S
-    rollout.weight[:] = 1.0
-    if options.sampler != "async":
-        rollout.weight[:] = importance_weights(rollout.env, rollout.num_envs)
+        keep_S[batch["step"]] = ratio_M.clamp(max=1.0).cpu()
+    return value_S, keep_S
 
 
 # --------------------------------------------------------------------------------------- Encoders
@@ -2777,7 +2775,7 @@ def check_options(options):
             f"must be within 0..{most_workers}",
         ),
         (o.rollout_steps <= 10**8, "num_steps", f"is absurd: {steps}"),
-        (o.rollout_steps % o.num_minibatches == 0, "num_minibatches", f"must divide {steps}"),
+        (o.num_minibatches <= o.rollout_steps, "num_minibatches", f"must be at most {steps}"),
         (
             o.sampler != "sync" or o.max_requests >= o.num_envs,
             "max_requests",

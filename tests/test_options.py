@@ -28,7 +28,7 @@ WRAPPERS = {
     "Delay": "notebooks.extensions.wrappers:ActionDelay",
 }
 BAD = """
-    num-envs 0 -3 1025, num-steps 0, num-workers -1 1000, num-minibatches 0 5, max-requests 0, hidden-size 1, lstm-layers 3
+    num-envs 0 -3 1025, num-steps 0, num-workers -1 1000, num-minibatches 0 999, max-requests 0, hidden-size 1, lstm-layers 3
     gamma 1.1 nan, clip-coef 0, ent-coef nan -1, learning-rate 0 inf nan, seed -1
     learner-threads 0 100000, target-entropy nan inf, env-timeout 0, total-timesteps 0, bf16 yes
 """
