@@ -45,6 +45,7 @@ simulators are environments like any other, in notebooks/environments/.) Papers:
 
 import ast
 import contextlib
+import copy
 import ctypes
 import errno
 import fcntl
@@ -249,8 +250,10 @@ class Policy(nn.Module):
             offset_A = torch.tensor([0, *np.cumsum(parts)[:-1]])
             self.register_buffer("token_offset_A", offset_A, persistent=False)
             self.action_embedding = nn.Embedding(sum(parts), ACTION_FEATURES)
+            # in a table of one row for each dimension, as wide as the widest: where its logits go
             possible = torch.arange(max(self.choices)) < torch.tensor(self.choices)[:, None]
-            self.register_buffer("possible", possible, persistent=False)
+            self.table_shape = possible.shape
+            self.register_buffer("cell", possible.flatten().nonzero()[:, 0], persistent=False)
         else:
             self.action_embedding = nn.Linear(spec.action_dims, ACTION_FEATURES)
             self.log_std_A = nn.Parameter(torch.full((spec.action_dims,), -0.5))
@@ -286,9 +289,9 @@ class Policy(nn.Module):
     def heads(self, core_BH):
         """Action distribution and value_B from the core's output."""
         out = self.actor(core_BH)
-        if self.choices:  # one categorical for each action dimension, as wide as the widest
-            logits = out.new_full((len(out), *self.possible.shape), -math.inf)
-            logits[:, self.possible] = out
+        if self.choices:  # one categorical for each action dimension
+            logits = out.new_full((len(out), self.table_shape.numel()), -math.inf)
+            logits = logits.index_copy(1, self.cell, out).view(-1, *self.table_shape)
             each = Categorical(logits=logits, validate_args=False)
         else:
             each = Normal(out, self.log_std_A.expand_as(out).exp(), validate_args=False)
@@ -426,12 +429,37 @@ class Rollout(Shared):
     def copy(self, step_B, other, other_B):
         """Copy the steps `other_B` of another rollout to the indices `step_B`."""
         self.rows[step_B] = other.rows[other_B]
-        to_B = torch.from_numpy(step_B).to(self.device)
-        from_B = torch.from_numpy(other_B).to(other.device)
+        (to_B,) = upload([step_B], self.device)
+        (from_B,) = upload([other_B], other.device)
         mine = [*self.obs.values(), self.state]
         others = [*other.obs.values(), other.state]
         for target, source in zip(mine, others):
             target.index_copy_(0, to_B, source.index_select(0, from_B).to(self.device))
+
+    def to(self, device):
+        """The same table, with observations and states on this device."""
+        there = copy.copy(self)
+        there.device = device
+        there.obs = {key: part.to(device) for key, part in self.obs.items()}
+        there.state = self.state.to(device)
+        return there
+
+
+def upload(arrays, device):
+    """numpy arrays as tensors on a device. To a GPU they go in one copy, because each takes as long
+    there as one of the network's kernels."""
+    tensors = [torch.from_numpy(array) for array in arrays]
+    if device.type == "cpu":
+        return tensors
+    sizes = [-(-array.nbytes // 8) * 8 for array in arrays]  # each begins at a whole word
+    staged = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
+    for part, array in zip(staged.split(sizes), arrays):
+        part.numpy()[: array.nbytes] = array.ravel().view(np.uint8)
+    parts = staged.to(device, non_blocking=True).split(sizes)
+    sent = []
+    for part, tensor in zip(parts, tensors):
+        sent.append(part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+    return sent
 
 
 # ---------------------------------------------------------------------------- Environment workers
@@ -658,20 +686,23 @@ def await_answers(c, most, collected=0):
 
 
 def observe(c, env_B, final=False):
-    """What the policy acts on in these environments: the arguments of `Policy.step`. With `final`,
-    at the end of a truncated episode instead of at the start of the next one."""
+    """What the policy acts on in these environments: their numbers, as a tensor, and the arguments
+    of `Policy.step`. With `final`, at the end of a truncated episode instead of at the start of the
+    next one."""
     rows = c.io.final_obs if final else c.io.obs
-    obs = {key: torch.from_numpy(rows[key][env_B]).to(c.device) for key in rows.dtype.names}
-    prev_action_BA = torch.from_numpy(c.pending.action[env_B]).to(c.device)
     first_B = c.io.first[env_B] & (not final)  # after a reset, it is about the next episode
-    first_B = torch.from_numpy(first_B).to(c.device)
-    state_B = c.state_N[torch.from_numpy(env_B)] * ~first_B[:, None, None]
-    return obs, prev_action_BA, first_B, state_B
+    arrays = [env_B, c.pending.action[env_B], first_B]
+    arrays += [rows[key][env_B] for key in rows.dtype.names]
+    index_B, prev_action_BA, first_B, *parts = upload(arrays, c.device)
+    obs = dict(zip(rows.dtype.names, parts))
+    state_B = c.state_N[index_B] * ~first_B[:, None, None]
+    return index_B, (obs, prev_action_BA, first_B, state_B)
 
 
 def values(policy, c, env_B, final=False):
     """The policy's values of what these environments show now (or showed at the end)."""
-    _, value_B, _ = policy.step(*observe(c, env_B, final))
+    _, inputs = observe(c, env_B, final)
+    _, value_B, _ = policy.step(*inputs)
     return value_B.cpu().numpy()
 
 
@@ -682,21 +713,22 @@ def act(policy, c, env_B):
         return
     pending = c.pending
     pending.inference_at[env_B] = time.perf_counter()
-    obs, prev_action_BA, first_B, state_B = observe(c, env_B)
-    distribution, value_B, after_B = policy.step(obs, prev_action_BA, first_B, state_B)
+    index_B, inputs = observe(c, env_B)
+    distribution, value_B, after_B = policy.step(*inputs)
     action_BA = distribution.mode if c.greedy else distribution.sample()
     log_prob_B = distribution.log_prob(action_BA)
-    log_prob_B, value_B = torch.stack([log_prob_B, value_B]).cpu().numpy()  # one download
+    # one download: float32 holds the numbers of 16 million choices
+    chosen = torch.column_stack([log_prob_B, value_B, action_BA.float()]).cpu().numpy()
 
-    index_B = torch.from_numpy(env_B)
+    obs, _, _, state_B = inputs
     for key, part in obs.items():
         pending.obs[key][index_B] = part
     pending.state[index_B] = state_B
     pending.first[env_B] = c.io.first[env_B]
     pending.prev_action[env_B] = pending.action[env_B]  # still the action before
-    pending.action[env_B] = action_BA.cpu().numpy()
-    pending.log_prob[env_B] = log_prob_B
-    pending.value[env_B] = value_B
+    pending.log_prob[env_B] = chosen[:, 0]
+    pending.value[env_B] = chosen[:, 1]
+    pending.action[env_B] = chosen[:, 2:]
     pending.version[env_B] = c.version
     c.state_N[index_B] = after_B
     c.in_flight_N[env_B] = True
@@ -947,19 +979,19 @@ def ppo_loss(distribution, value_M, batch, log_ent_coef, options):
     return loss, {name: value.detach() for name, value in logs.items()}
 
 
-def make_batch(rollout, sequences, device):
-    """A mini-batch: what the rollout holds of the packed steps of these sequences, on the learner's
-    device; the state before each sequence; the batch sizes; and each step's index in the rollout.
-    """
+def make_batch(rollout, sequences):
+    """A mini-batch: what the rollout holds of the packed steps of these sequences, on its device;
+    the state before each sequence; the batch sizes; and each step's index in the rollout."""
     step_M, batch_sizes = pack(sequences)
-    rows_M = rollout.rows[step_M.numpy()]
+    step_M = step_M.numpy()
+    rows_M = rollout.rows[step_M]
     names = "prev_action", "action", "first", "log_prob", "advantage", "returns", "weight"
-    batch = {name: torch.from_numpy(rows_M[name].copy()).to(device) for name in names}
-    batch["obs"] = {}
-    for key, part in rollout.obs.items():
-        batch["obs"][key] = part.index_select(0, step_M.to(part.device)).to(device)
-    begin_Q = step_M[: batch_sizes[0]]  # the first Q steps begin the Q sequences
-    batch["state"] = rollout.state[begin_Q].to(device)
+    columns = [rows_M[name].copy() for name in names]
+    index_M, *columns = upload([step_M, *columns], rollout.device)
+    batch = dict(zip(names, columns))
+    batch["obs"] = {key: part.index_select(0, index_M) for key, part in rollout.obs.items()}
+    # the first Q steps begin the Q sequences
+    batch["state"] = rollout.state.index_select(0, index_M[: batch_sizes[0]])
     batch["batch_sizes"] = batch_sizes
     batch["step"] = step_M
     return batch
@@ -985,13 +1017,13 @@ def minibatch_step(policy, optimizer, batch, options, average):
     average([weight.grad for weight in policy.parameters() if weight.grad is not None])
     network = [weight for weight in policy.parameters() if weight is not policy.log_ent_coef]
     norm = nn.utils.clip_grad_norm_(network, options.max_grad_norm)
-    finite = bool(torch.isfinite(norm))
+    finite = torch.isfinite(norm)
     if finite:
         optimizer.step()
     if options.target_entropy is not None:
         policy.log_ent_coef.data.clamp_(math.log(1e-4), 0.0)  # 1e-4 .. 1 (VER table A1)
     logs["losses/grad_norm"] = norm
-    logs["losses/skipped"] = torch.tensor(float(not finite))
+    logs["losses/skipped"] = (~finite).float()
     return logs
 
 
@@ -1011,7 +1043,6 @@ def ppo_update(policy, optimizer, rollout, options, average=lambda tensors: None
     `average` averages tensors over all processes that learn together, in place; one alone has
     nothing to do. Raises FloatingPointError if not one mini-batch has a finite gradient.
     """
-    device = next(policy.parameters()).device
     steps = rollout.rows[: rollout.learned]
     sequences = find_sequences(steps["segment"], steps["first"])
     mean, deviation = advantage_scale(rollout, average) if options.norm_adv else (0.0, 1.0)
@@ -1019,12 +1050,13 @@ def ppo_update(policy, optimizer, rollout, options, average=lambda tensors: None
     for _ in range(options.update_epochs):
         shuffled = [sequences[q] for q in torch.randperm(len(sequences)).tolist()]
         for minibatch in cut_minibatches(shuffled, options.num_minibatches):
-            batch = make_batch(rollout, minibatch, device)
+            batch = make_batch(rollout, minibatch)
             batch["advantage"] = (batch["advantage"] - mean) / deviation
             logs.append(minibatch_step(policy, optimizer, batch, options, average))
     # mean and deviation of RGB images: after learning, which must see what acting saw
     update_statistics(policy, rollout, average)
-    means = {name: torch.stack([log[name] for log in logs]).mean().item() for name in logs[0]}
+    table = torch.stack([torch.stack(list(log.values())) for log in logs])
+    means = dict(zip(logs[0], table.mean(dim=0).cpu().tolist()))  # one download
     if means["losses/skipped"] == 1:
         reason = "not one gradient of this update was finite"
         raise FloatingPointError(f"{reason}: try a lower --learning-rate")
@@ -1293,6 +1325,7 @@ def overlapped_rollouts(policy, spec, options, run):
     """
     size = spec, options.rollout_steps, options.num_envs, policy.state_shape, torch.device("cpu")
     rollouts = [Rollout(*size, delayed=True) for _ in range(2)]
+    device = next(policy.parameters()).device
     weights = flat_weights(policy).cpu()
     weights = torch.stack([weights, weights]).share_memory_()
     version = torch.tensor(run.update).share_memory_()
@@ -1322,7 +1355,7 @@ def overlapped_rollouts(policy, spec, options, run):
                 reason = f"the collecting process died with exit code {process.exitcode}"
                 raise EnvironmentFailure(reason) from None
             vars(rollouts[number]).update(message)
-            yield rollouts[number]
+            yield rollouts[number].to(device)
             weights[(version + 1) % 2] = flat_weights(policy).cpu()
             version += 1
     finally:
@@ -1427,17 +1460,16 @@ def reevaluate(policy, rollout, options):
     advantage itself is not multiplied, because PPO's objective is. Where all ratios are 1, this is
     GAE.
     """
-    device = next(policy.parameters()).device
     value_S = np.zeros(rollout.size, np.float32)
     keep_S = np.zeros(rollout.size, np.float32)
     steps = rollout.rows[: rollout.size]
     sequences = find_sequences(steps["segment"], steps["first"])
     for minibatch in cut_minibatches(sequences, options.num_minibatches):
-        batch = make_batch(rollout, minibatch, device)
+        batch = make_batch(rollout, minibatch)
         distribution, value_M, _ = run_sequences(policy, batch)
         ratio_M = (distribution.log_prob(batch["action"]) - batch["log_prob"]).exp()
-        value_S[batch["step"]] = value_M.cpu()
-        keep_S[batch["step"]] = ratio_M.clamp(max=1.0).cpu()
+        found = torch.stack([value_M, ratio_M.clamp(max=1.0)]).cpu()  # one download
+        value_S[batch["step"]], keep_S[batch["step"]] = found
     return value_S, keep_S
 
 
@@ -1502,12 +1534,12 @@ def image_encoders(policy):
 def update_statistics(policy, rollout, average):
     """Let the running statistics take in 256 images of a rollout, and those of other ranks. Frozen
     encoders keep theirs."""
-    index = torch.arange(0, rollout.learned, rollout.learned // 256 + 1)
+    some = slice(0, rollout.learned, rollout.learned // 256 + 1)
     for encoder in image_encoders(policy):
         images = encoder.images
         weight = encoder.out.weight
         if images.normalized and weight.requires_grad:
-            obs = {key: rollout.obs[key][index].to(weight.device) for key in images.layouts}
+            obs = {key: rollout.obs[key][some] for key in images.layouts}
             image_BCHW = images.stack(obs)
             moments_2C = torch.stack([(image_BCHW**k).mean(dim=(0, 2, 3)) for k in (1, 2)])
             average([moments_2C])
@@ -1756,21 +1788,24 @@ def cpc_loss(policy, features_MF, core_MH, batch):
     features seen then from CPC_NEGATIVES others of the mini-batch. The mean cross-entropies of
     both, added."""
     device = core_MH.device
-    indices = cpc_futures(batch["batch_sizes"])
-    start_P, action_PT, later_PF, future_PF = (index.to(device) for index in indices)
+    start_P, action_PT, later_PF, future_PF = cpc_futures(batch["batch_sizes"])
     if not len(start_P):  # every rank averages the same gradients, be they 0
         return sum(parameter.sum() for parameter in policy.cpc.parameters()) * 0.0
+    most = int(later_PF.max())
+    other_PFN = torch.randint(len(core_MH), (*future_PF.shape, CPC_NEGATIVES))
+    indices = [start_P, action_PT, later_PF, future_PF, other_PFN]
+    indices = upload([index.numpy() for index in indices], device)
+    start_P, action_PT, later_PF, future_PF, other_PFN = indices
     known_M = torch.zeros(len(core_MH), dtype=torch.bool, device=device)
     action_M = policy.embed(batch["action"], known_M)
     memory_PH = core_MH[start_P]
     memories = []
-    for action_P in action_PT[:, : int(later_PF.max())].unbind(1):
+    for action_P in action_PT[:, :most].unbind(1):
         memory_PH = policy.cpc.future(action_M[action_P], memory_PH)
         memories.append(memory_PH)
     index_PFH = (later_PF - 1)[..., None].expand(-1, -1, core_MH.shape[1])
     memory_PFH = torch.stack(memories, dim=1).gather(1, index_PFH)
     positive = policy.cpc(memory_PFH, features_MF[future_PF])
-    other_PFN = torch.randint(len(core_MH), (*future_PF.shape, CPC_NEGATIVES)).to(device)
     memory_PFNH = memory_PFH[:, :, None].expand(-1, -1, CPC_NEGATIVES, -1)
     negative = policy.cpc(memory_PFNH, features_MF[other_PFN])
     return nn.functional.softplus(-positive).mean() + nn.functional.softplus(negative).mean()

@@ -104,7 +104,7 @@ def test_epochs(monkeypatch):
 
     monkeypatch.setattr(ver_ppo, "minibatch_step", minibatch_step)
     learn(policy, None, rollout, c.options)
-    epochs = torch.stack(epochs).reshape(3, 60).tolist()
+    epochs = np.stack(epochs).reshape(3, 60).tolist()
     assert [sorted(steps) for steps in epochs] == [list(range(60))] * 3 and epochs[0] != epochs[1] != epochs[2]
 
 
@@ -122,7 +122,7 @@ def test_bfloat16():
     policy.bf16 = True
     ver_ppo.collect_rollout(policy, rollout, c)
     sequences = ver_ppo.find_sequences(rollout.segment, rollout.first)
-    batch = ver_ppo.make_batch(rollout, sequences, torch.device("cpu"))
+    batch = ver_ppo.make_batch(rollout, sequences)
     distribution, value, _ = ver_ppo.run_sequences(policy, batch)
     torch.testing.assert_close(distribution.log_prob(batch["action"]), batch["log_prob"], rtol=0, atol=2e-3)
     torch.testing.assert_close(value, torch.from_numpy(rollout.value)[batch["step"]], rtol=0, atol=2e-3)

@@ -48,13 +48,13 @@ PENDULUM = "Pendulum-v1 --lstm-layers 0 --num-steps 256 --total-timesteps 400000
 PENDULUM += f" --num-minibatches 8 --gamma 0.9 {CONTROL}"
 TASKS = {  # what it is, arguments, results to show
     "pointnav": (
-        "`pointnav`, 64×64 depth, 64 unseen floor plans",
+        "`pointnav`, 64×64 depth, 64 unseen floor plans, 2 M steps",
         "pointnav",
         ("success", "spl"),
     ),
     "pointnav-blind": (
-        "the same without the camera",
-        "pointnav --encoder none",
+        "without the camera, 2.5 M steps",
+        "pointnav --no-overlap --num-minibatches 2 --total-timesteps 2500000 --encoder none",
         ("success", "spl"),
     ),
     "CartPole-v1": ("`CartPole-v1`, 100 k steps", CARTPOLE, ("return",)),
@@ -175,7 +175,11 @@ def table():
             mean, low, high = (f"{number:.{digits}f}".replace("-", "−") for number in numbers)
             cells.append(f"{name.replace('spl', 'SPL')} {mean} ({low} to {high})")
         lines.append(f"| {words} | {len(runs)} | {', '.join(cells)} |")
-    where = f"On {draw.load_result('pointnav')['machine']}; 200 episodes for each seed"
+    rows = {}
+    for row, task in enumerate(TASKS, 1):
+        rows.setdefault(draw.load_result(task)["machine"], []).append(str(row))
+    machines = [f"{machine} (rows {', '.join(numbers)})" for machine, numbers in rows.items()]
+    where = f"On {'; '.join(machines)}. 200 episodes for each seed"
     commands_are = "[these commands](notebooks/MANUAL.md#commands-of-the-first-table)"
     return "\n".join([*lines, "", f"{where}, by {commands_are}."])
 

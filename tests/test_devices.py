@@ -1,0 +1,242 @@
+"""Everything that touches a device, on one that is far: without a GPU, and with real numbers.
+
+The stand-in is a tensor that says it is on the device `meta`, and holds an ordinary tensor which does the computing. So
+whatever runs there must come to what it comes to on the CPU; a mixture of both devices raises, as on a GPU; and every
+copy from one to the other is counted, and every wait for a number. Where it does not reach: other processes (`--overlap`
+and `async` are tested by their parts), CUDA's own kernels (cuDNN's LSTM: here it is made of smaller operators), autocast,
+pinned memory.
+"""
+
+import contextlib
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+import ver_ppo
+from tests import envs
+
+aten = torch.ops.aten
+FAR = torch.device("meta")
+INDEXING = aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default
+WAITING = aten.nonzero.default, aten.masked_select.default, aten._local_scalar_dense.default
+counts = Counter()  # what has crossed the border: up, down, wait
+
+
+class Far(torch.Tensor):
+    """A tensor on the other device; `near` are its numbers."""
+
+    @staticmethod
+    def __new__(cls, near):
+        layout = {"strides": near.stride(), "storage_offset": near.storage_offset()}
+        with torch.inference_mode(near.is_inference()):  # a view of a weight is none of inference's tensors
+            return torch.Tensor._make_wrapper_subclass(cls, near.size(), **layout, dtype=near.dtype, device=FAR)
+
+    def __init__(self, near):
+        self.near = near
+
+    @classmethod
+    def __torch_dispatch__(cls, operator, types, args=(), kwargs=None):
+        return compute(operator, args, kwargs or {})
+
+
+class Border(TorchDispatchMode):
+    """Sees tensors that are made on the other device or go there."""
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        return compute(operator, args, kwargs or {})
+
+
+def compute(operator, args, kwargs):
+    """An operator on tensors of both kinds: checked, counted, and computed on the CPU."""
+    composite = torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "CompositeImplicitAutograd")
+    if composite and torch.is_inference_mode_enabled():  # elsewhere it comes in its parts anyway
+        with Border():
+            return operator.decompose(*args, **kwargs)
+    leaves = tree_leaves((args, kwargs))
+    far = [leaf for leaf in leaves if isinstance(leaf, Far)]
+    near = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not isinstance(leaf, Far) and leaf.dim()]
+    onto = kwargs.get("device")
+    goes_far = onto is not None and torch.device(onto) == FAR
+    comes_back = onto is not None and not goes_far
+    near_args, near_kwargs = tree_map(lambda leaf: leaf.near if isinstance(leaf, Far) else leaf, (args, kwargs))
+    if goes_far:
+        near_kwargs["device"] = torch.device("cpu")
+
+    if operator is aten._to_copy.default:
+        counts["up"] += goes_far and not far
+        counts["down"] += comes_back and bool(far)
+        result = operator(*near_args, **near_kwargs)
+        return Far(result) if goes_far or (far and not comes_back) else result
+    if operator is aten.copy_.default:
+        target, source = args[:2]
+        counts["up"] += isinstance(target, Far) and not isinstance(source, Far)
+        counts["down"] += isinstance(source, Far) and not isinstance(target, Far)
+        operator(*near_args, **near_kwargs)
+        return target
+    if not far and not goes_far:
+        return operator(*args, **kwargs)
+    if operator in WAITING:
+        counts["wait"] += 1
+        return tree_map(Far, operator(*near_args)) if operator is not WAITING[-1] else operator(*near_args)
+    if operator in INDEXING:  # a CPU index goes up by itself; a mask is a list whose length must be waited for
+        indices = [index for index in args[1] if index is not None]
+        counts["up"] += any(not isinstance(index, Far) for index in indices)
+        counts["wait"] += any(index.dtype == torch.bool for index in indices)
+        near = [leaf for leaf in near if not any(leaf is index for index in indices)]
+    if far and near:
+        raise RuntimeError(f"{operator}: expected all tensors to be on the same device")
+    result = operator(*near_args, **near_kwargs)
+    known = {id(leaf.near): leaf for leaf in far}  # of operators in place
+
+    def send(part):
+        if not isinstance(part, torch.Tensor):
+            return part
+        return known[id(part)] if id(part) in known else Far(part)
+
+    return tree_map(send, result)
+
+
+@pytest.fixture
+def far_device(monkeypatch):
+    """The other device, while a test runs."""
+    monkeypatch.setattr(torch, "autocast", lambda *args, **kwargs: contextlib.nullcontext())
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    with Border():
+        yield FAR
+    torch.__future__.set_swap_module_params_on_conversion(before)
+
+
+def start(device, more, rollout_device=None):
+    """Policy, optimizer and collector on a device, and a rollout there or elsewhere."""
+    words = f"--num-envs 3 --num-steps 8 --hidden-size 8 --num-workers 0 --no-overlap {more}".split()
+    options = ver_ppo.tyro.cli(ver_ppo.Options, args=words)
+    spec = ver_ppo.describe_env(options)
+    torch.manual_seed(1)
+    policy = ver_ppo.make_policy(spec, options).to(device)
+    # Adam would make much of a gradient that is nothing but rounding
+    optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
+    size = options.rollout_steps, options.num_envs, policy.state_shape
+    rollout = ver_ppo.Rollout(spec, *size, rollout_device or device)
+    io = ver_ppo.EnvIO(spec, options.num_envs)
+    envs.Everything.observation_space.seed(0)
+    workers = ver_ppo.make_workers(options, "train", spec, io)
+    return policy, optimizer, rollout, ver_ppo.Collector(workers, io, policy, spec, options)
+
+
+def learn(policy, optimizer, rollout, options):
+    """Returns and one update."""
+    ver_ppo.add_returns(policy, rollout, options)
+    return ver_ppo.ppo_update(policy, optimizer, rollout, options)
+
+
+def near(tensor):
+    """A tensor's numbers, wherever it is."""
+    return (tensor.near if isinstance(tensor, Far) else tensor).detach().numpy()
+
+
+def assert_same(mine, other):
+    """Two policies and their rollouts hold the same numbers."""
+    for one, two in zip(mine[0].parameters(), other[0].parameters()):
+        np.testing.assert_allclose(near(one), near(two), rtol=1e-4, atol=1e-5)
+    for key in mine[2].obs:
+        np.testing.assert_array_equal(near(mine[2].obs[key]), near(other[2].obs[key]))
+    for name in ("env", "action", "log_prob", "value", "reward", "done", "advantage", "returns", "weight"):
+        np.testing.assert_allclose(getattr(mine[2], name), getattr(other[2], name), rtol=1e-3, atol=1e-4)
+
+
+TASKS = {
+    "choices": "--env-id CartPole-v1",
+    "no memory": "--env-id CartPole-v1 --lstm-layers 0 --norm-adv",
+    "every observation": "--env-id tests.envs:Everything-v0 --lstm-layers 2 --target-entropy 0.5",
+    "continuous": "--env-id tests.envs:Continuous-v0 --target-entropy 0",
+    "depth": "--env-id pointnav --env-kwargs simulator=builtin image_size=16 --cpc",
+    "colours": "--env-id pointnav --env-kwargs simulator=builtin image_size=16 camera=rgb",
+    "residual": "--env-id pointnav --env-kwargs simulator=builtin image_size=64 --encoder resnet18",
+}
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_far_is_near(far_device, task):
+    """Collecting and learning twice comes to the same on both devices: with steps that were in flight, truncated episodes,
+    every kind of observation and action."""
+    both = [start(device, TASKS[task]) for device in (far_device, torch.device("cpu"))]
+    for policy, optimizer, rollout, c in both:
+        envs.Everything.observation_space.seed(0)
+        torch.manual_seed(2)
+        for c.version in range(2):
+            ver_ppo.collect_rollout(policy, rollout, c)
+            learn(policy, optimizer, rollout, c.options)
+    assert all(isinstance(weight, Far) for weight in both[0][0].parameters())
+    assert_same(*both)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_delayed_rollouts(far_device, task):
+    """Another process fills a rollout in CPU memory. It goes to the learner's device once an update, and V-trace is the same
+    there."""
+    both = []
+    for device in (far_device, torch.device("cpu")):
+        policy, optimizer, rollout, c = start(device, TASKS[task], torch.device("cpu"))
+        rollout.delayed = True
+        envs.Everything.observation_space.seed(0)
+        torch.manual_seed(2)
+        ver_ppo.collect_rollout(policy, rollout, c)
+        counts.clear()
+        there = rollout.to(device)
+        assert counts["up"] == (len(rollout.obs) + 1) * (device == FAR)
+        learn(policy, optimizer, there, c.options)
+        both.append((policy, optimizer, there))
+    assert_same(*both)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_copies_are_counted(far_device, task):
+    """Collecting: three copies up and one down for each inference batch. Learning: one up for each mini-batch (two with
+    --cpc), and one wait, for the gradient's norm; one down for the logs, and for each part of V-trace."""
+    policy, optimizer, rollout, c = start(far_device, TASKS[task])
+    batches, step = [], policy.step
+    policy.step = lambda *inputs: batches.append(1) or step(*inputs)
+    ver_ppo.collect_rollout(policy, rollout, c)
+    counts.clear()
+    batches.clear()
+    ver_ppo.collect_rollout(policy, rollout, c)
+    assert counts["up"] <= 3 * len(batches) and counts["down"] <= len(batches) and not counts["wait"], counts
+
+    counts.clear()
+    learn(policy, optimizer, rollout, c.options)
+    minibatches = c.options.num_minibatches * c.options.update_epochs
+    ups = minibatches * (2 if c.options.cpc else 1)
+    assert counts == Counter(up=ups, down=1, wait=minibatches), counts
+    counts.clear()
+    ver_ppo.reevaluate(policy, rollout, c.options)
+    assert counts == Counter(up=c.options.num_minibatches, down=c.options.num_minibatches)
+
+
+def test_stale_steps_and_evaluation(far_device):
+    """`Rollout.copy` between and on devices, as `fill_up` uses it; playing validation episodes."""
+    policy, _, rollout, c = start(far_device, TASKS["every observation"])
+    ver_ppo.collect_rollout(policy, rollout, c)
+    spec = ver_ppo.describe_env(c.options)
+    order = np.random.default_rng(0).permutation(rollout.steps)
+    for device in (far_device, torch.device("cpu")):
+        other = ver_ppo.Rollout(spec, rollout.steps, rollout.num_envs, policy.state_shape, device)
+        other.copy(np.arange(rollout.steps), rollout, order)
+        for key, part in rollout.obs.items():
+            np.testing.assert_array_equal(near(other.obs[key]), near(part)[order])
+    found, _ = ver_ppo.evaluate(policy, spec, ver_ppo.replace(c.options, eval_episodes=3))
+    assert np.isfinite(found).all()
+
+
+def test_a_mixture_raises(far_device):
+    """The stand-in notices what a GPU would."""
+    far = torch.zeros(2, 3, device=far_device)
+    with pytest.raises(RuntimeError, match="same device"):
+        far + torch.zeros(2, 3)
+    counts.clear()
+    assert (far[torch.tensor([1])].cpu() == 0).all() and far.sum().item() == 0 and not far[far > 0].numel()
+    assert counts == Counter(up=1, down=1, wait=2)
