@@ -429,6 +429,7 @@ class Rollout(Shared):
     def copy(self, step_B, other, other_B):
         """Copy the steps `other_B` of another rollout to the indices `step_B`."""
         self.rows[step_B] = other.rows[other_B]
+        # `upload`, below: numpy arrays -> tensors on a device
         (to_B,) = upload([step_B], self.device)
         (from_B,) = upload([other_B], other.device)
         mine = [*self.obs.values(), self.state]
@@ -443,23 +444,6 @@ class Rollout(Shared):
         there.obs = {key: part.to(device) for key, part in self.obs.items()}
         there.state = self.state.to(device)
         return there
-
-
-def upload(arrays, device):
-    """numpy arrays as tensors on a device. To a GPU they go in one copy, because each takes as long
-    there as one of the network's kernels."""
-    tensors = [torch.from_numpy(array) for array in arrays]
-    if device.type == "cpu":
-        return tensors
-    sizes = [-(-array.nbytes // 8) * 8 for array in arrays]  # each begins at a whole word
-    staged = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
-    for part, array in zip(staged.split(sizes), arrays):
-        part.numpy()[: array.nbytes] = array.ravel().view(np.uint8)
-    parts = staged.to(device, non_blocking=True).split(sizes)
-    sent = []
-    for part, tensor in zip(parts, tensors):
-        sent.append(part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape))
-    return sent
 
 
 # ---------------------------------------------------------------------------- Environment workers
@@ -2615,8 +2599,25 @@ def write_video(policy, spec, options, path):
 
 
 # ------------------------------------------------------------------------------------------ Speed
-# Adds what makes learning on a CPU faster, measured. The lesson calls `packed_lstm`; `Run` calls
-# the others.
+# Adds what makes learning on a CPU faster, measured, and copies to a GPU few. The lesson calls
+# `packed_lstm` and `upload`; `Run` calls the others.
+
+
+def upload(arrays, device):
+    """numpy arrays as tensors on a device. To a GPU they go in one copy, because each takes as long
+    there as one of the network's kernels."""
+    tensors = [torch.from_numpy(array) for array in arrays]
+    if device.type == "cpu":
+        return tensors
+    sizes = [-(-array.nbytes // 8) * 8 for array in arrays]  # each begins at a whole word
+    staged = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
+    for part, array in zip(staged.split(sizes), arrays):
+        part.numpy()[: array.nbytes] = array.ravel().view(np.uint8)
+    parts = staged.to(device, non_blocking=True).split(sizes)
+    sent = []
+    for part, tensor in zip(parts, tensors):
+        sent.append(part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+    return sent
 
 
 def packed_lstm(lstm, x_MF, batch_sizes, hidden_LQH, cell_LQH):
