@@ -530,7 +530,7 @@ def test_gradients_that_are_not_finite(tmp_path, monkeypatch, bad, skipped):
         return value * (np.nan if next(calls) in bad else 1), logs
 
     monkeypatch.setattr(ver_ppo, "ppo_loss", spoilt)
-    folder = run_here(tmp_path, f"{CARTPOLE} 256")
+    folder = run_here(tmp_path, f"{CARTPOLE} 256", "--num-minibatches", "2")
     assert [*logged(folder, "losses/skipped").values()] == skipped
     assert all(torch.isfinite(weights).all() for weights in saved(folder)["policy"].values())
 
@@ -555,7 +555,7 @@ def test_small_soak(tmp_path):
     """A short run of tests/benchmarks/soak.py: deaths, hangs, Ctrl-C, --resume; each step is learned from once."""
     wrong, sums, _ = soak.soak(0.4, 0.2, death_sec=1.5, hang_sec=4, num_envs=4, folder=tmp_path, say=print)
     assert not wrong, wrong
-    assert sums["started again"] >= 4 and sums["made up"] >= 3 and sums["learned"] > 300
+    assert sums["started again"] >= 4 and sums["made up"] >= 1 and sums["learned"] > 300
 
 
 @pytest.fixture(scope="module")
