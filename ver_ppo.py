@@ -2606,13 +2606,13 @@ def write_video(policy, spec, options, path):
 def upload(arrays, device):
     """numpy arrays as tensors on a device. To a GPU they go in one copy, because each takes as long
     there as one of the network's kernels."""
-    tensors = [torch.from_numpy(array) for array in arrays]
+    tensors = [torch.from_numpy(numbers) for numbers in arrays]
     if device.type == "cpu":
         return tensors
-    sizes = [-(-array.nbytes // 8) * 8 for array in arrays]  # each begins at a whole word
+    sizes = [-(-tensor.nbytes // 8) * 8 for tensor in tensors]  # each begins at a whole word
     staged = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
-    for part, array in zip(staged.split(sizes), arrays):
-        part.numpy()[: array.nbytes] = array.ravel().view(np.uint8)
+    for part, numbers in zip(staged.split(sizes), arrays):
+        part.numpy()[: numbers.nbytes] = numbers.ravel().view(np.uint8)
     parts = staged.to(device, non_blocking=True).split(sizes)
     sent = []
     for part, tensor in zip(parts, tensors):

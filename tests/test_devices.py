@@ -79,9 +79,7 @@ def compute(operator, args, kwargs):
         return target
     if not far and not goes_far:
         return operator(*args, **kwargs)
-    if operator in WAITING:
-        counts["wait"] += 1
-        return tree_map(Far, operator(*near_args)) if operator is not WAITING[-1] else operator(*near_args)
+    counts["wait"] += operator in WAITING
     if operator in INDEXING:  # a CPU index goes up by itself; a mask is a list whose length must be waited for
         indices = [index for index in args[1] if index is not None]
         counts["up"] += any(not isinstance(index, Far) for index in indices)

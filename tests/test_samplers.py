@@ -90,6 +90,8 @@ def test_trajectories(seed):
             e = rollout.env[step]
             assert bootstrap_N[e] in (None, rollout.value[step])
             bootstrap_N[e] = rollout.bootstrap[segment]
+        ver_ppo.add_returns(policy, rollout, c.options)
+        assert (rollout.weight == 1).all()
         rollouts.append(taken(rollout))
     assert_nothing_is_lost(c, rollouts)
     for e, count in enumerate(np.bincount(np.concatenate([columns[0] for columns in rollouts]))):

@@ -22,7 +22,7 @@ At the end the default is trained for --total-timesteps, and evaluated. Run by h
 import argparse
 import contextlib
 import json
-import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -33,7 +33,8 @@ from pathlib import Path
 import machinery
 import numpy as np
 import torch
-from peers import ROOT, run_apart, start_apart, ver_ppo
+from peers import ROOT, kill_session, run_apart, start_apart, ver_ppo
+from results import run_command
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 POINTNAV = "--env-id pointnav --env-kwargs simulator=builtin"
@@ -70,7 +71,10 @@ def rate(case, device, seconds):
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(seconds)
         process.send_signal(signal.SIGINT)
-        process.wait(120)
+        try:
+            process.wait(120)
+        finally:
+            kill_session(process)
         output.seek(0)
         said = output.read()
         runs = [path for path in Path(folder).iterdir() if path.is_dir()]
@@ -140,17 +144,11 @@ def compare_log_probs(policy, rollout):
 
 def learn(device, steps):
     """The default, trained to its end: seconds, and what its evaluation found."""
+    command = shlex.join([*command_of("default", device), "--total-timesteps", str(steps)])
     with tempfile.TemporaryDirectory() as folder:
-        command = [*command_of("default", device), "--runs-dir", folder]
-        command += ["--total-timesteps", str(steps)]
         began_at = time.perf_counter()
-        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+        _, evaluation = run_command(command, folder)
         seconds = time.perf_counter() - began_at
-    if done.returncode:
-        raise RuntimeError(done.stderr[-3000:])
-    last_line = done.stdout.strip().splitlines()[-1]
-    numbers = re.findall(r"(\w+) (\S+) ± ([\d.]+)", last_line)
-    evaluation = {name: [float(mean), float(error)] for name, mean, error in numbers}
     return {"steps": steps, "seconds": round(seconds, 1), "evaluation": evaluation}
 
 

@@ -20,12 +20,12 @@ steps in two epochs of two mini-batches, Adam, the modules that encode the obser
 differs: ver_ppo.py also reads the previous action (an LSTM input of 224 numbers instead of 192);
 it and Sample Factory learn while they collect, from experience of older policies, and Sample
 Factory's trajectories of 32 steps are shorter than the others' 128; RecurrentPPO sends no gradient
-of the value into the LSTM. With `--simulator` the environment's steps take longer, unevenly.
+of the value into the LSTM. With `--simulator` the environment's steps take longer.
 
 Each run is a process of its own, one at a time, trainers by turns; its rate counts from the end of
 the third rollout to the end of the last. Peers run the variant that suits the simulator (BEST);
-with --all-variants all, and the one with the best median counts. Run by hand on an idle machine (a busy core stalls the
-threads of torch); prints one line for each run, then JSON.
+with --all-variants all, and the one with the best median counts. Run by hand on an idle machine (a
+busy core stalls the threads of torch); prints one line for each run, then JSON.
 """
 
 import argparse
@@ -67,10 +67,10 @@ ROLLOUT_STEPS = NUM_ENVS * NUM_STEPS
 WARM_UP_ROLLOUTS = 3
 ENV_ID = "PointNavSteady-v0"
 LATENCY_SPREAD = 0.8  # sigma of a simulator's emulated time
-SIMULATORS = {  # what a step takes on top of PointNav's own, on average
-    "built-in": "nothing",
-    "computes": "2 ms of a CPU",
-    "sleeps": "20 ms, in which it sleeps",
+SIMULATORS = {  # wrappers that make a step take longer
+    "built-in": (),
+    "computes": ("peers:Busy(cpu_ms=2)",),
+    "sleeps": (f"notebooks.extensions.wrappers:Latency(mean_ms=20, spread={LATENCY_SPREAD})",),
 }
 
 VARIANTS = {  # keyword arguments of the functions train_... below
@@ -124,21 +124,21 @@ class PointNavSteady(pointnav.PointNav):
     """
 
     def step(self, action):
-        emulate(os.environ.get("SIMULATOR", "built-in"), self.np_random)
         return super().step(2 if action == 0 and self.np_random.random() > 1 / 12 else action)
 
 
-def emulate(simulator, rng):
-    """Take as long as a step of one of SIMULATORS (log-normal)."""
-    if simulator == "built-in":
-        return
-    share = rng.lognormal(-(LATENCY_SPREAD**2) / 2, LATENCY_SPREAD)
-    if simulator == "sleeps":
-        time.sleep(0.02 * share)
-    if simulator == "computes":
-        until = time.thread_time() + 0.002 * share
+class Busy(gym.Wrapper):
+    """Every step keeps a core busy for so many milliseconds of CPU time."""
+
+    def __init__(self, env, cpu_ms):
+        super().__init__(env)
+        self.cpu_sec = cpu_ms / 1000
+
+    def step(self, action):
+        until = time.thread_time() + self.cpu_sec
         while time.thread_time() < until:
             pass
+        return self.env.step(action)
 
 
 # this file is imported twice: as the program, and as `peers` by gym.make
@@ -146,10 +146,18 @@ if ENV_ID not in gym.registry:
     gym.register(ENV_ID, entry_point="peers:PointNavSteady")
 
 
+def wrappers():
+    """Those of --simulator, which all processes of a run know from their environment."""
+    return SIMULATORS[os.environ.get("SIMULATOR", "built-in")]
+
+
 def make_env(*_, **__):
     """The environment just as ver_ppo.make_env makes it, wrappers included. Other trainers'
     arguments are ignored."""
-    return gym.make(f"peers:{ENV_ID}", disable_env_checker=True)
+    env = gym.make(f"peers:{ENV_ID}", disable_env_checker=True)
+    for wrapper in wrappers():
+        env = ver_ppo.load(wrapper)(env)
+    return env
 
 
 def make_options(latency_ms=0.0, **settings):
@@ -205,6 +213,8 @@ def train_ver(steps, folder, **options):
         "hidden_size": HIDDEN,
         "learning_rate": LEARNING_RATE,
     }
+    if wrappers():
+        settings["wrappers"] = wrappers()
     options = make_options(**settings, **options)
     ver_ppo.train(options)
     return marks
@@ -483,8 +493,7 @@ if __name__ == "__main__":
     parser.add_argument("--total-timesteps", type=int, default=100_000, help="of each run")
     given_up = "seconds after which a run is given up"
     parser.add_argument("--timeout", type=float, default=900.0, help=given_up)
-    simulators = "; ".join(f"{name}: {what}" for name, what in SIMULATORS.items())
-    taken = f"what a step takes beside PointNav's own time: {simulators}"
+    taken = "what a step takes beside PointNav's own time: 2 ms of a CPU, or 20 ms of sleep"
     parser.add_argument("--simulator", choices=SIMULATORS, default="built-in", help=taken)
     best = "try all variants of the peers and keep the best"
     parser.add_argument("--all-variants", action="store_true", help=best)

@@ -15,30 +15,18 @@ import contextlib
 import time
 from dataclasses import replace
 
-import gymnasium as gym
 import machinery
 import torch
 from peers import ENV_ID, ver_ppo
 
-BUSY_SEC = 0.02
 SLEEP = "notebooks.extensions.wrappers:Latency(mean_ms=20, spread=0)"
 FEW = {"num_steps": 8}  # steps of a rollout from each environment: slow ones fill few rollouts
 KINDS = {
     "CartPole-v1": {"env_id": "CartPole-v1"},
     "built-in pointnav": {"env_id": f"peers:{ENV_ID}"},
     "sleeps 20 ms": {"env_id": "CartPole-v1", "wrappers": (SLEEP,), **FEW},
-    "computes 20 ms": {"env_id": "CartPole-v1", "wrappers": ("workers:Busy",), **FEW},
+    "computes 20 ms": {"env_id": "CartPole-v1", "wrappers": ("peers:Busy(cpu_ms=20)",), **FEW},
 }
-
-
-class Busy(gym.Wrapper):
-    """Every step keeps a core busy for BUSY_SEC of CPU time."""
-
-    def step(self, action):
-        until = time.process_time() + BUSY_SEC
-        while time.process_time() < until:
-            pass
-        return self.env.step(action)
 
 
 def measure(options, seconds):
