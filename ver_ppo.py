@@ -567,7 +567,7 @@ def env_worker(inbox, outbox, environments):
                     since = time.perf_counter()
         finally:  # if one raises, those before it have answered
             send_numbers(outbox, answered)
-    for environment in environments.values():
+    for environment in reversed(environments.values()):  # the first one's OpenGL context last
         environment.close()
 
 
@@ -1985,7 +1985,7 @@ def guarded_worker(inbox, outbox, environments, last_words):
         text = str(error).encode()[1 - len(last_words) :]
         last_words[1 : 1 + len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         signal.alarm(CLOSING_SEC)  # then the process ends: a simulator may hang here
-        for environment in environments.values():
+        for environment in reversed(environments.values()):
             environment.close()
         os._exit(1)
 

@@ -5,9 +5,10 @@ settings, in turns.
 
 Needs habitat-sim, habitat-lab and habitat-baselines in this Python, and a folder with
 datasets/pointnav/SCENE/v1 and scene_datasets. 4 environments, 128 x 128 depth, T = 32, 2 epochs of
-2 mini-batches, hidden size 512, on the CPU. Speed is steps per second of wall time between a third
-of the run and its end, learning included. Prints one line for each run, then medians and ranges.
-Run by hand.
+2 mini-batches, hidden size 512, on the CPU. The agents have no stop action, and every episode takes
+EPISODE_STEPS: else untrained ones stop after two to four steps, and a reset takes as long as four
+steps. Speed is steps per second of wall time between a third of the run and its end, learning
+included. Prints one line for each run, then medians and ranges. Run by hand.
 """
 
 import argparse
@@ -27,24 +28,32 @@ from notebooks.environments.habitat import QUIET  # noqa: E402
 
 SENSORS = "habitat.simulator.agents.main_agent.sim_sensors"
 POLICIES = {"cnn": "PointNavBaselinePolicy", "resnet18": "PointNavResNetPolicy"}
-ONE = ["--num-workers", "1"]  # of two cores: the other one infers and learns
+STOP = "~habitat.task.actions.stop"
+EPISODE_STEPS = 100
 ENVIRONMENT = os.environ | QUIET | {"OMP_NUM_THREADS": "1"}
 
 
-def data_settings(data, scene):
-    """Where the data are: keys and values of habitat-lab's configuration."""
+def task_settings(data, scene):
+    """Where the data are, and how long an episode takes: keys and values of habitat-lab's
+    configuration."""
     path = f"{data}/datasets/pointnav/{scene}/v1/{{split}}/{{split}}.json.gz"
     scenes = f"{data}/scene_datasets"
-    return {"habitat.dataset.data_path": path, "habitat.dataset.scenes_dir": scenes}
+    return {
+        "habitat.dataset.data_path": path,
+        "habitat.dataset.scenes_dir": scenes,
+        "habitat.environment.max_episode_steps": EPISODE_STEPS,
+    }
 
 
 def ours(encoder, steps, data, scene, folder, more):
     """Run ver_ppo.py. Returns (time, steps so far) from the end of each update."""
     arguments = f"--env-id pointnav --encoder {encoder} --device cpu --num-envs 4 --num-steps 32"
-    arguments += f" --hidden-size 512 --eval-episodes 0 --total-timesteps {steps}"
+    arguments += f" --hidden-size 512 --num-minibatches 2 --total-timesteps {steps}"
+    arguments += " --eval-episodes 0"
     command = [sys.executable, str(ROOT / "ver_ppo.py"), *arguments.split(), *more]
     command += ["--runs-dir", str(folder), "--env-kwargs", "simulator=habitat", "image_size=128"]
-    command += [f"{key}={value}" for key, value in data_settings(data, scene).items()]
+    command += [f"{key}={value}" for key, value in task_settings(data, scene).items()]
+    command += [f"{STOP}="]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     subprocess.run(command, check=True, env=ENVIRONMENT, **quiet)
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -78,10 +87,10 @@ def baselines(encoder, steps, data, scene, folder, more):
     settings["habitat.simulator.habitat_sim_v0.gpu_device_id"] = -1
     for side in ("width", "height"):
         settings[f"{SENSORS}.depth_sensor.{side}"] = 128
-    for key, value in data_settings(data, scene).items():
-        settings[key] = f"'{value}'"  # Hydra reads braces only in quotes
+    for key, value in task_settings(data, scene).items():
+        settings[key] = f"'{value}'" if "{" in str(value) else value  # Hydra reads braces in quotes
     command = [sys.executable, "-u", "-m", "habitat_baselines.run"]
-    command += ["--config-name=pointnav/ppo_pointnav_example.yaml", f"~{SENSORS}.rgb_sensor"]
+    command += ["--config-name=pointnav/ppo_pointnav_example.yaml", f"~{SENSORS}.rgb_sensor", STOP]
     command += [f"{key}={value}" for key, value in settings.items()]
     pipes = {"capture_output": True, "text": True}
     run = subprocess.run([*command, *more], check=True, env=ENVIRONMENT, **pipes)
@@ -103,8 +112,8 @@ def speed(marks):
 TRAINERS = {
     "baselines": (baselines, []),
     "default": (ours, []),
-    "one worker": (ours, ONE),
-    "one worker, overlap": (ours, [*ONE, "--overlap"]),
+    "one worker": (ours, ["--num-workers", "1"]),
+    "no-overlap": (ours, ["--no-overlap"]),
 }
 
 

@@ -333,6 +333,7 @@ def train_sb3(steps, folder, processes, threads):
     policy = {
         "features_extractor_class": Extractor,
         "net_arch": [],
+        "ortho_init": False,  # the encoder is, and channels-last weights cannot be made so again
         "lstm_hidden_size": HIDDEN,
         "shared_lstm": True,
         "enable_critic_lstm": False,
