@@ -504,7 +504,7 @@ class Environment:
         observation, _ = self.env.reset(seed=seed)
         self.length = 0
         self.total_reward = 0.0
-        self.write(self.io.obs, flatten(observation))
+        self.write(self.io.obs, self.spec.leaves(observation))
         self.io.first[self.number] = True
 
     def step(self):
@@ -528,10 +528,10 @@ class Environment:
         if terminated or truncated:
             metrics = [info.get(name, np.nan) for name in self.spec.metrics]
             io.episode_stats[e] = [self.total_reward, self.length, *metrics]
-            self.write(io.final_obs, flatten(observation))
+            self.write(io.final_obs, self.spec.leaves(observation))
             self.reset()
         else:
-            self.write(io.obs, flatten(observation))
+            self.write(io.obs, self.spec.leaves(observation))
         io.began_at[e] = began_at
         io.step_sec[e] = time.perf_counter() - began_at
 
@@ -1095,6 +1095,7 @@ def train(options):
 # `derive_seed` and `count_workers`.
 
 CHEAP_STEP_SEC = 50e-6  # faster steps are not worth the two messages to another process
+LARGE_IMAGE = 128  # pixels
 MAX_WORKERS = 128
 MAX_THREADS = 256  # far more end the process without a word
 
@@ -1123,7 +1124,11 @@ class EnvSpec:
     takes, on the clock and of a CPU. Plain, so that it can be sent to other processes."""
 
     def __init__(self, observations, action, metrics, step_sec=0.0, cpu_sec=0.0):
-        self.observations = flatten(observations)
+        leaves = flatten(observations)
+        kinds = gym.spaces.Box, gym.spaces.MultiBinary, gym.spaces.Discrete, gym.spaces.MultiDiscrete
+        # numbers and choices; texts and graphs, say, are left out
+        self.observations = {k: space for k, space in leaves.items() if isinstance(space, kinds)}
+        self.left_out = {k: space for k, space in leaves.items() if k not in self.observations}
         self.action = action
         self.metrics = tuple(metrics)
         self.episode_columns = ("return", "length", *self.metrics)  # of episode_stats
@@ -1142,22 +1147,31 @@ class EnvSpec:
             kind = np.float32
             if space.dtype == np.uint8:  # images stay what they are
                 kind = np.uint8
-            if isinstance(space, gym.spaces.Discrete):
+            if isinstance(space, (gym.spaces.Discrete, gym.spaces.MultiDiscrete)):
                 kind = np.int64
             self.obs_fields.append((key, kind, self.obs_shapes[key]))
 
+    def leaves(self, observation):
+        """The parts of an observation that are not left out, by their keys."""
+        left_out = tuple(f"{key}/" for key in self.left_out)  # with all that is below them
+        parts = flatten(observation)
+        return {key: parts[key] for key in parts if not f"{key}/".startswith(left_out)}
+
 
 def flatten(tree, name=""):
-    """Nested dictionaries (or Dict spaces) as one flat one; anything else under the key `obs`.
+    """Nested dictionaries and tuples (or spaces of that kind) as one flat dictionary; anything else
+    under the key `obs`.
 
-    >>> flatten({"goal": 1, "robot": {"arm": 2}})
-    {'goal': 1, 'robot/arm': 2}
+    >>> flatten({"goal": 1, "robot": {"arms": (2, 3)}})
+    {'goal': 1, 'robot/arms/0': 2, 'robot/arms/1': 3}
     """
+    if isinstance(tree, (tuple, gym.spaces.Tuple)):
+        tree = dict(enumerate(tree))
     if not isinstance(tree, (dict, gym.spaces.Dict)):
         return {name or "obs": tree}
     leaves = {}
     for key, below in tree.items():
-        leaves |= flatten(below, f"{name}/{key}" if name else key)
+        leaves |= flatten(below, f"{name}/{key}" if name else str(key))
     return leaves
 
 
@@ -1195,6 +1209,7 @@ def describe_env(options):
             metrics = env.metadata.get("metrics", ())
             spec = EnvSpec(env.observation_space, env.action_space, metrics)
             check_spaces(spec)
+            announce(spec, options)
             if options.num_workers == "auto":
                 spec.step_sec, spec.cpu_sec = time_steps(env)
             if film:
@@ -1216,16 +1231,28 @@ def describe_env(options):
 def check_spaces(spec):
     """Raise UserError for a space that is not supported."""
     spaces = gym.spaces
+    if not spec.observations:
+        raise UserError(f"no observation holds numbers or choices: {list(spec.left_out)}")
     for key, space in spec.observations.items():
-        known = isinstance(space, (spaces.Box, spaces.Discrete, spaces.MultiBinary))
-        if not known or 0 in space.shape:
-            kinds = "Dict, Box, Discrete and MultiBinary"
-            raise UserError(f"observation {key!r} is {space}: only {kinds} are supported")
+        if 0 in space.shape:
+            raise UserError(f"observation {key!r} is {space}, which holds nothing: leave it out")
     continuous = isinstance(spec.action, spaces.Box)
     known = continuous and np.issubdtype(spec.action.dtype, np.floating) and spec.action_dims
     if not known and not isinstance(spec.action, (spaces.Discrete, spaces.MultiDiscrete)):
         kinds = "Discrete, MultiDiscrete and Box of floats"
         raise UserError(f"the action is {spec.action}: only {kinds} are supported")
+
+
+def announce(spec, options):
+    """Say what is left out of the observations, and which images are larger than need be."""
+    for key, space in spec.left_out.items():
+        kind = type(space).__name__
+        print(f"observation {key!r} is left out: {kind} is neither numbers nor choices")
+    for key, space in spec.observations.items():
+        layout = image_layout(space)
+        if layout and max(layout[1:3]) > LARGE_IMAGE and options.encoder == "cnn":
+            size = f"{layout[1]} x {layout[2]}"
+            print(f"observation {key!r} is an image of {size}: for a smaller one, {RESIZE}")
 
 
 def time_steps(env):
@@ -1656,25 +1683,33 @@ class ResNet(nn.Module):
 
 class Vector(nn.Module):
     """Two-layer perceptron for a vector, or (beside the papers' encoders) one linear layer to 32
-    features as in DD-PPO. Discrete observations enter as one-hot vectors."""
+    features as in DD-PPO. Choices enter as one-hot vectors, bytes as 0..1."""
 
     def __init__(self, key, space, out_features, linear):
         super().__init__()
         self.key = key
         self.space = space
-        self.discrete = isinstance(space, gym.spaces.Discrete)
         self.out_features = 32 if linear else out_features
-        in_features = int(space.n) if self.discrete else math.prod(space.shape)
-        self.layers = orthogonal(nn.Linear(in_features, self.out_features))
+        self.in_features = math.prod(space.shape)
+        self.choices = isinstance(space, (gym.spaces.Discrete, gym.spaces.MultiDiscrete))
+        if self.choices:  # where the one-hot part of each dimension begins
+            count_D = np.ravel(space.n if isinstance(space, gym.spaces.Discrete) else space.nvec)
+            begin_D = np.cumsum([0, *count_D[:-1]]) - np.ravel(space.start)
+            self.register_buffer("begin_D", torch.from_numpy(begin_D), persistent=False)
+            self.in_features = int(count_D.sum())
+        self.layers = orthogonal(nn.Linear(self.in_features, self.out_features))
         if not linear:
             second = orthogonal(nn.Linear(out_features, out_features))
             self.layers = nn.Sequential(self.layers, nn.Tanh(), second, nn.Tanh())
 
     def forward(self, obs):
-        vector = obs[self.key]
-        if self.discrete:
-            vector = nn.functional.one_hot(vector - int(self.space.start), int(self.space.n))
-        return self.layers(vector.reshape(len(vector), -1).float())
+        vector = obs[self.key].reshape(len(obs[self.key]), -1)
+        if self.choices:
+            hot_BF = vector.new_zeros(len(vector), self.in_features, dtype=torch.float32)
+            return self.layers(hot_BF.scatter_(1, vector + self.begin_D, 1.0))
+        if vector.dtype == torch.uint8:
+            vector = vector / 255
+        return self.layers(vector.float())
 
 
 def encoder_name(key):
@@ -1894,9 +1929,9 @@ class CheckedEnvironment(Environment):
             row = rows[key][self.number]
             given = np.asarray(leaf).dtype
             wanted = row.dtype
-            if given != wanted and not np.can_cast(given, wanted, "same_kind"):
+            if not np.can_cast(given, wanted, "same_kind") and not np.array_equal(row, leaf):
                 raise BadAnswer(f"observation {key!r} is {given}, which does not fit in {wanted}")
-            if wanted.kind == "i" and int(row) not in self.spec.observations[key]:
+            if wanted.kind == "i" and row not in self.spec.observations[key]:
                 space = self.spec.observations[key]
                 raise BadAnswer(f"observation {key!r} is {row}, the observation space {space}")
             if wanted.kind == "f" and not np.isfinite(row).all():
@@ -2676,6 +2711,7 @@ ALIASES = {
     "habitat": "notebooks.environments.habitat:Habitat-v0",
 }
 LATENCY = '--wrappers "notebooks.extensions.wrappers:Latency(mean_ms=20, spread=0.8)"'
+RESIZE = '--wrappers "notebooks.extensions.wrappers:Resize(height=84, width=84)"'
 POPULATION = "python -m notebooks.extensions.population"
 MOVED = {  # options of before, and how the same is said now
     "action-delay": "--wrappers notebooks.extensions.wrappers:ActionDelay",

@@ -70,6 +70,15 @@ class Everything(Count):
             "arm": spaces.Box(-np.inf, np.inf, (2, 3), np.float64),
             "room": spaces.Discrete(4, start=2),
             "switches": spaces.MultiBinary(5),
+            "hand": spaces.Tuple(
+                [
+                    spaces.MultiDiscrete([[2, 3], [1, 4]], start=[[0, 5], [0, -2]]),
+                    spaces.Box(0, 255, (9,), np.uint8),
+                    spaces.Text(10),
+                    spaces.Sequence(spaces.Discrete(3)),
+                ]
+            ),
+            "map": spaces.Graph(spaces.Discrete(2), None),
         }
     )
     action_space = spaces.MultiDiscrete([3, 2, 4])
@@ -169,7 +178,7 @@ class Greedy(ver_ppo.Policy):
 for name in ("Cue", "Count", "Keys", "Everything", "Continuous"):
     gym.register(f"{name}-v0", f"{__name__}:{name}")
 for name, its_spaces in {
-    "TextObservation": {"observation_space": spaces.Dict({"speech": spaces.Text(10)})},
+    "TextAlone": {"observation_space": spaces.Dict({"speech": spaces.Text(10)})},
     "TupleAction": {"action_space": spaces.Tuple([spaces.Discrete(2), spaces.Discrete(2)])},
     "IntegerAction": {"action_space": spaces.Box(0, 9, (2,), np.int64)},
 }.items():

@@ -1,8 +1,10 @@
 """The built-in PointNav, and everything that Gymnasium environments may bring; emulated latency."""
 
+import contextlib
 import heapq
 import math
 
+import gymnasium as gym
 import numpy as np
 import pytest
 from gymnasium.utils.env_checker import check_env
@@ -171,17 +173,44 @@ def test_gymnasium_accepts_pointnav(camera, size):
     assert abs(picture - np.floor(seen)).max() <= 1
 
 
-def test_spaces_are_flattened():
-    """Nested Dict spaces become one level; uint8 stays uint8, float64 becomes float32."""
-    spec = ver_ppo.describe_env(ver_ppo.Options(env_id="tests.envs:Everything-v0"))
-    expected = "arm camera/grey camera/rgb first room switches"
-    assert list(spec.observations) == expected.split()
+def test_spaces_are_flattened(capsys):
+    """Nested Dict and Tuple spaces become one level; uint8 stays uint8, float64 becomes float32; what is no number and
+    no choice is left out, with a line that names it."""
+    options = ver_ppo.Options(env_id="tests.envs:Everything-v0")
+    spec = ver_ppo.describe_env(options)
+    expected = "arm camera/grey camera/rgb first hand/0 hand/1 room switches"
+    assert sorted(spec.observations) == expected.split()
     io = ver_ppo.EnvIO(spec, 4)
     assert io.obs["camera/rgb"].dtype == np.uint8 and io.obs["camera/rgb"].shape == (4, 24, 20, 3)
     assert io.obs["arm"].dtype == np.float32 and io.obs["room"].dtype == io.action.dtype == np.int64
+    assert io.obs["hand/0"].dtype == np.int64 and io.obs["hand/0"].shape == (4, 2, 2)
     assert spec.choices == [3, 2, 4] and spec.action_dims == 3 and io.action.shape == (4, 3)
     images = {key for key, space in spec.observations.items() if ver_ppo.image_layout(space)}
     assert images == {"camera/grey", "camera/rgb", "first"}
+    left_out = [line.split("'")[1] for line in capsys.readouterr().out.splitlines()]
+    assert sorted(left_out) == ["hand/2", "hand/3", "map"]
+    with contextlib.closing(ver_ppo.make_env(options)) as env:
+        observation, _ = env.reset(seed=1)
+        assert list(spec.leaves(observation)) == list(spec.observations)
+
+
+def test_large_images(capsys):
+    """An image of more than 128 pixels a side: a line says how it gets smaller, and so it does."""
+    space = gym.spaces.Dict({"eye": gym.spaces.Box(0, 255, (240, 320, 3), np.uint8), "ear": gym.spaces.Discrete(2)})
+    options = ver_ppo.Options()
+    ver_ppo.announce(ver_ppo.EnvSpec(space, gym.spaces.Discrete(2), ()), options)
+    assert "'eye' is an image of 240 x 320" in (said := capsys.readouterr().out)
+    wrapper = ver_ppo.load(said.split('"')[1])
+    env = gym.Env()
+    env.observation_space = space
+    smaller = wrapper(env)
+    ver_ppo.announce(ver_ppo.EnvSpec(smaller.observation_space, gym.spaces.Discrete(2), ()), options)
+    assert not capsys.readouterr().out
+    picture = np.zeros((240, 320, 3), np.uint8)
+    picture[:, 160:, 1] = 250
+    seen = smaller.observation({"eye": picture, "ear": 1})
+    assert seen in smaller.observation_space and seen["ear"] == 1
+    assert (seen["eye"][:, :42] == 0).all() and (seen["eye"][:, 42:] == [0, 250, 0]).all()
 
 
 def test_actions_reach_the_environment_as_it_wants_them():

@@ -99,7 +99,9 @@ def test_first_convolutions():
 
 
 ALL = {"rgb": RGB, "depth": DEPTH, "goal": GOAL}
-EVERYTHING = ver_ppo.flatten(envs.Everything.observation_space)
+EVERYTHING = ver_ppo.EnvSpec(
+    envs.Everything.observation_space, envs.Everything.action_space, ()
+).observations
 CASES = [
     (ALL, gym.spaces.Discrete(4), encoder)
     for encoder in ("cnn", "resnet18_plain", "resnet18", "se_resnext50", "none")
@@ -108,6 +110,20 @@ CASES += [
     (EVERYTHING, envs.Everything.action_space, "cnn"),
     ({"goal": GOAL}, envs.Continuous.action_space, "cnn"),
 ]
+
+
+def test_choices_and_bytes():
+    """Choices enter as one-hot vectors, each dimension its own; bytes as 0..1."""
+    space = gym.spaces.MultiDiscrete([[2, 3], [1, 4]], start=[[0, 5], [0, -2]])
+    vector = ver_ppo.Vector("hand", space, 8, linear=True)
+    vector.layers = torch.nn.Identity()
+    hand = np.stack([space.sample() for _ in range(20)])
+    parts = (hand - space.start).reshape(20, 4)
+    hot = [np.eye(count)[parts[:, i]] for i, count in enumerate([2, 3, 1, 4])]
+    assert (vector({"hand": torch.from_numpy(hand)}).numpy() == np.hstack(hot)).all()
+    vector = ver_ppo.Vector("ram", gym.spaces.Box(0, 255, (3,), np.uint8), 8, linear=True)
+    vector.layers = torch.nn.Identity()
+    assert vector({"ram": torch.tensor([[0, 51, 255]], dtype=torch.uint8)}).tolist() == [[0, torch.tensor(0.2).item(), 1]]
 
 
 @pytest.mark.parametrize("observations, action_space, encoder", CASES)

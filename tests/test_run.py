@@ -343,7 +343,7 @@ BAD_INPUT = {  # what is given, and a word of the answer; numbers out of range a
     "--env-id NoSuch-v0": "NoSuch",
     "--env-id no_such_module:Env-v0": "no_such_module",
     "--env-id tests.faulty_envs:Broken-v0": "no licence",
-    "--env-id tests.envs:TextObservation-v0": "speech",
+    "--env-id tests.envs:TextAlone-v0": "speech",
     "--env-id tests.envs:TupleAction-v0": "Tuple",
     "--env-id tests.envs:IntegerAction-v0": "Box of floats",
     "--num-steps 999999999": "absurd",

@@ -1,9 +1,11 @@
-"""Wrappers for --wrappers: emulated simulator time, and actions that arrive one step late.
+"""Wrappers for --wrappers: emulated simulator time, actions that arrive one step late, and smaller
+images.
 
     python ver_ppo.py --wrappers "notebooks.extensions.wrappers:Latency(mean_ms=20, spread=0.8)"
     python ver_ppo.py --wrappers notebooks.extensions.wrappers:ActionDelay
+    python ver_ppo.py --wrappers "notebooks.extensions.wrappers:Resize(height=84, width=84)"
 
-Like Gymnasium's own, both record their arguments, so that `gymnasium.make(env.spec)` makes a
+Like Gymnasium's own, they record their arguments, so that `gymnasium.make(env.spec)` makes a
 wrapped environment anew.
 """
 
@@ -13,7 +15,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import gymnasium as gym
 import numpy as np
+import torch
 from gymnasium.utils import RecordConstructorArgs
+
+from ver_ppo import image_layout
 
 
 class Latency(gym.Wrapper, RecordConstructorArgs):
@@ -84,3 +89,40 @@ class ActionDelay(gym.Wrapper, RecordConstructorArgs):
     def close(self):
         self.thread.submit(self.env.close).result()
         self.thread.shutdown()
+
+
+class Resize(gym.ObservationWrapper, RecordConstructorArgs):
+    """Every image of an observation (a Box, or a Dict of them) at this height and width: a pixel is
+    the mean of those that it covers."""
+
+    def __init__(self, env, height=84, width=84):
+        RecordConstructorArgs.__init__(self, height=height, width=width)
+        gym.ObservationWrapper.__init__(self, env)
+        self.size = height, width
+        self.observation_space = self.resize_space(env.observation_space)
+
+    def resize_space(self, space):
+        if isinstance(space, gym.spaces.Dict):
+            return gym.spaces.Dict({k: self.resize_space(part) for k, part in space.items()})
+        if image_layout(space) is None:
+            return space
+        shape = self.resize(space, space.low).shape
+        return gym.spaces.Box(space.low.min(), space.high.max(), shape, space.dtype)
+
+    def observation(self, observation):
+        return self.resize(self.env.observation_space, observation)
+
+    def resize(self, space, part):
+        """One part of an observation, at its new size if it is an image of this space."""
+        if isinstance(space, gym.spaces.Dict):
+            return {key: self.resize(below, part[key]) for key, below in space.items()}
+        if image_layout(space) is None:
+            return part
+        *_, channels_last = image_layout(space)
+        image = torch.as_tensor(part, dtype=torch.float32)
+        image = image.reshape(*space.shape[:2], -1).permute(2, 0, 1) if channels_last else image
+        image = torch.nn.functional.interpolate(image[None], self.size, mode="area")[0]
+        image = image.permute(1, 2, 0) if channels_last else image
+        shape = (*self.size, *space.shape[2:]) if channels_last else image.shape
+        image = image.reshape(shape).numpy()
+        return (image.round() if space.dtype == np.uint8 else image).astype(space.dtype)
