@@ -550,8 +550,8 @@ def env_worker(inbox, outbox, environments):
     """Body of a worker process: let these environments answer whenever they are asked to.
 
     Ends at the end of the pipe, when the process that collects closes it or dies. With several
-    environments this is double-buffered sampling (Sample Factory, section 3.2): while the action
-    of one is computed, the worker steps another.
+    environments this is double-buffered sampling (Sample Factory, section 3.2): while the actions
+    of one half are computed, the worker steps the other.
     """
     torch.set_num_threads(1)
     while asked := read_numbers(inbox):
@@ -561,7 +561,8 @@ def env_worker(inbox, outbox, environments):
             for e in asked:
                 environments[e].answer()
                 answered.append(e)
-                if time.perf_counter() - since > 0.002:  # cheap answers: one write
+                half = 2 * len(answered) >= len(environments)
+                if half and time.perf_counter() - since > 0.002:  # cheap answers: one write
                     send_numbers(outbox, answered)
                     answered = []
                     since = time.perf_counter()
