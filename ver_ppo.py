@@ -1208,6 +1208,7 @@ def describe_env(options):
     try:
         with contextlib.closing(make_env(options, "val" if film else "train")) as env:
             metrics = env.metadata.get("metrics", ())
+            check_wrappers(env)
             spec = EnvSpec(env.observation_space, env.action_space, metrics)
             check_spaces(spec)
             announce(spec, options)
@@ -1227,6 +1228,20 @@ def describe_env(options):
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         refuse(options, "env_id", f"cannot be used{doors and f' with{doors}'} ({reason})")
     return spec
+
+
+def check_wrappers(env):
+    """Raise UserError for wrappers of Gymnasium that keep running statistics."""
+    instead = {
+        "NormalizeObservation": "gymnasium.wrappers:RescaleObservation(min_obs=-1, max_obs=1)",
+        "NormalizeReward": "--norm-adv",
+    }
+    while isinstance(env, gym.Wrapper):
+        name = type(env).__name__
+        if name in instead:
+            why = "keeps statistics, which evaluation and --resume would begin anew"
+            raise UserError(f"the wrapper {name} {why}: use {instead[name]} instead")
+        env = env.env
 
 
 def check_spaces(spec):
@@ -1977,6 +1992,10 @@ def note_restart(workers, reason):
         option = "--max-worker-restarts"
         raise EnvironmentFailure(f"{reason}\nmore than {most} restarts within an hour ({option})")
     count = len(workers.restarted_at)
+    where, *rest = str(reason).splitlines()
+    if rest and rest[-1] in workers.known_errors:  # its traceback has been seen
+        reason = f"{where} {rest[-1]}"
+    workers.known_errors.update(rest[-1:])
     tell(f"{reason}\nstarted again, with a new episode ({count} so far)")
 
 
@@ -1988,6 +2007,7 @@ class InlineWorkers:
         self.environments = environments
         self.answered = []
         self.restarted_at = []
+        self.known_errors = set()
         self.send(np.arange(len(environments)))
 
     def send(self, env_B):
@@ -2036,6 +2056,7 @@ class SupervisedWorkers(Workers):
         self.next_check = 0.0
         self.received_at = time.monotonic()
         self.restarted_at = []
+        self.known_errors = set()
         self.heard_at_W = np.zeros(num_workers)  # when each worker has answered last
         self.last_words = torch.zeros(num_workers, 8000, dtype=torch.uint8).share_memory_()
         super().__init__(environments, num_workers)
@@ -2589,7 +2610,8 @@ def evaluate(policy, spec, options):
     weight = next(policy.parameters())
     generators = torch.random.fork_rng([weight.device] * weight.is_cuda)
     workers = make_workers(options, "val", spec, io, inline=filmed)
-    with generators, contextlib.closing(workers):
+    bar = tqdm(total=options.eval_episodes, unit=" episodes", delay=20, leave=False)
+    with generators, contextlib.closing(workers), bar:
         torch.manual_seed(options.seed)
         c = Collector(workers, io, policy, spec, options)
         c.greedy = options.greedy
@@ -2599,6 +2621,7 @@ def evaluate(policy, spec, options):
             for e in env_B[c.in_flight_N[env_B] & io.first[env_B] & whole_B]:
                 found.append(io.episode_stats[e].tolist())
                 left_N[e] -= 1
+                bar.update()
             if filmed:
                 frames.append(workers.environments[0].env.render())
             act(policy, c, env_B[left_N[env_B] > 0])

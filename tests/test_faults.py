@@ -324,12 +324,14 @@ def test_an_environment_that_cannot_be_made_again(tmp_path, monkeypatch, capfd):
     assert ver_ppo.main(small(tmp_path, *line.split())) == 1
     said = "".join(capfd.readouterr())
     assert "out of paint" in said and "division by zero" in said and "more than 3 restarts within an hour" in said
+    assert said.count("Traceback") == 3, "the first one of each error, and the one that ends the run"
+    assert said.count("ZeroDivisionError") == 3, "the second one in a line"
 
 
 def test_restarts_are_forgotten(monkeypatch):
     """Only the last hour counts."""
     environment, now = SimpleNamespace(options=ver_ppo.Options(max_worker_restarts=2)), [0.0]
-    workers = SimpleNamespace(environments=[environment], restarted_at=[])
+    workers = SimpleNamespace(environments=[environment], restarted_at=[], known_errors=set())
     monkeypatch.setattr(ver_ppo.time, "monotonic", lambda: now[0])
     for now[0] in (0.0, 10.0, 3605.0, 3620.0):
         ver_ppo.note_restart(workers, "reason")
