@@ -1126,8 +1126,9 @@ class EnvSpec:
 
     def __init__(self, observations, action, metrics, step_sec=0.0, cpu_sec=0.0):
         leaves = flatten(observations)
-        kinds = gym.spaces.Box, gym.spaces.MultiBinary, gym.spaces.Discrete, gym.spaces.MultiDiscrete
+        spaces = gym.spaces
         # numbers and choices; texts and graphs, say, are left out
+        kinds = spaces.Box, spaces.MultiBinary, spaces.Discrete, spaces.MultiDiscrete
         self.observations = {k: space for k, space in leaves.items() if isinstance(space, kinds)}
         self.left_out = {k: space for k, space in leaves.items() if k not in self.observations}
         self.action = action
