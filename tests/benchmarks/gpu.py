@@ -4,8 +4,8 @@
     python tests/benchmarks/gpu.py table
 
 `measure` runs every row of CASES, one at a time, and writes notebooks/results/gpu.json; the
-manual's table is what `table` prints from that. Without a GPU, `--device cpu` goes the same way (CUDA's
-kernels and memory, and bfloat16, are left out then).
+manual's table is what `table` prints from that. Without a GPU, `--device cpu` goes the same way
+(CUDA's kernels and memory, and bfloat16, are left out then).
 
 steps/s     training as it is, logging included: for --seconds, from the fifth update on
 collecting  share of the wall time in which the GPU's kernels run (torch's profiler), while one
