@@ -1131,16 +1131,13 @@ class EnvSpec:
         kinds = spaces.Box, spaces.MultiBinary, spaces.Discrete, spaces.MultiDiscrete
         self.observations = {k: space for k, space in leaves.items() if isinstance(space, kinds)}
         self.left_out = {k: space for k, space in leaves.items() if k not in self.observations}
+        self.left_out_paths = tuple(f"{key}/" for key in self.left_out)
         self.action = action
         self.metrics = tuple(metrics)
         self.episode_columns = ("return", "length", *self.metrics)  # of episode_stats
         self.step_sec = step_sec
         self.cpu_sec = cpu_sec
-        # choices of each action dimension, none for continuous actions
-        if isinstance(action, gym.spaces.Discrete):
-            self.choices = [int(action.n)]
-        else:
-            self.choices = getattr(action, "nvec", np.zeros(0, int)).ravel().tolist()
+        self.choices = count_choices(action)
         self.action_dims = len(self.choices) or math.prod(action.shape or ())  # A
         self.action_dtype = np.dtype(np.int64 if self.choices else np.float32)
         self.obs_shapes = {key: space.shape or () for key, space in self.observations.items()}
@@ -1149,15 +1146,26 @@ class EnvSpec:
             kind = np.float32
             if space.dtype == np.uint8:  # images stay what they are
                 kind = np.uint8
-            if isinstance(space, (gym.spaces.Discrete, gym.spaces.MultiDiscrete)):
+            if count_choices(space):
                 kind = np.int64
             self.obs_fields.append((key, kind, self.obs_shapes[key]))
 
     def leaves(self, observation):
         """The parts of an observation that are not left out, by their keys."""
-        left_out = tuple(f"{key}/" for key in self.left_out)  # with all that is below them
         parts = flatten(observation)
-        return {key: parts[key] for key in parts if not f"{key}/".startswith(left_out)}
+        paths = self.left_out_paths  # what is below them is left out, too
+        return {key: parts[key] for key in parts if not f"{key}/".startswith(paths)}
+
+
+def count_choices(space):
+    """The number of choices of each dimension of a space; none if it holds numbers.
+
+    >>> count_choices(gym.spaces.Discrete(4)), count_choices(gym.spaces.MultiDiscrete([[2, 3]]))
+    ([4], [2, 3])
+    """
+    if isinstance(space, gym.spaces.Discrete):
+        return [int(space.n)]
+    return getattr(space, "nvec", np.zeros(0, int)).ravel().tolist()
 
 
 def flatten(tree, name=""):
@@ -1707,13 +1715,11 @@ class Vector(nn.Module):
         self.key = key
         self.space = space
         self.out_features = 32 if linear else out_features
-        self.in_features = math.prod(space.shape)
-        self.choices = isinstance(space, (gym.spaces.Discrete, gym.spaces.MultiDiscrete))
+        self.choices = count_choices(space)
+        self.in_features = sum(self.choices) or math.prod(space.shape)
         if self.choices:  # where the one-hot part of each dimension begins
-            count_D = np.ravel(space.n if isinstance(space, gym.spaces.Discrete) else space.nvec)
-            begin_D = np.cumsum([0, *count_D[:-1]]) - np.ravel(space.start)
+            begin_D = np.cumsum([0, *self.choices[:-1]]) - np.ravel(space.start)
             self.register_buffer("begin_D", torch.from_numpy(begin_D), persistent=False)
-            self.in_features = int(count_D.sum())
         self.layers = orthogonal(nn.Linear(self.in_features, self.out_features))
         if not linear:
             second = orthogonal(nn.Linear(out_features, out_features))
@@ -1946,7 +1952,8 @@ class CheckedEnvironment(Environment):
             row = rows[key][self.number]
             given = np.asarray(leaf).dtype
             wanted = row.dtype
-            if not np.can_cast(given, wanted, "same_kind") and not np.array_equal(row, leaf):
+            fits = given == wanted or np.can_cast(given, wanted, "same_kind")
+            if not fits and not np.array_equal(row, leaf):
                 raise BadAnswer(f"observation {key!r} is {given}, which does not fit in {wanted}")
             if wanted.kind == "i" and row not in self.spec.observations[key]:
                 space = self.spec.observations[key]
@@ -1988,15 +1995,16 @@ def note_restart(workers, reason):
         raise reason
     most = workers.environments[0].options.max_worker_restarts
     now = time.monotonic()
-    workers.restarted_at.append(now)
-    if sum(now - at < 3600 for at in workers.restarted_at) > most:
+    lines = str(reason).splitlines()
+    error = lines[-1]
+    known = len(lines) > 1 and any(error == other for _, other in workers.restarts)
+    workers.restarts.append((now, error))
+    if sum(now - at < 3600 for at, _ in workers.restarts) > most:
         option = "--max-worker-restarts"
         raise EnvironmentFailure(f"{reason}\nmore than {most} restarts within an hour ({option})")
-    count = len(workers.restarted_at)
-    where, *rest = str(reason).splitlines()
-    if rest and rest[-1] in workers.known_errors:  # its traceback has been seen
-        reason = f"{where} {rest[-1]}"
-    workers.known_errors.update(rest[-1:])
+    count = len(workers.restarts)
+    if known:  # its traceback has been seen
+        reason = f"{lines[0]} {error}"
     tell(f"{reason}\nstarted again, with a new episode ({count} so far)")
 
 
@@ -2007,8 +2015,7 @@ class InlineWorkers:
     def __init__(self, environments):
         self.environments = environments
         self.answered = []
-        self.restarted_at = []
-        self.known_errors = set()
+        self.restarts = []  # (when, the last line of why)
         self.send(np.arange(len(environments)))
 
     def send(self, env_B):
@@ -2056,8 +2063,7 @@ class SupervisedWorkers(Workers):
         self.timeout_sec = environments[0].options.env_timeout
         self.next_check = 0.0
         self.received_at = time.monotonic()
-        self.restarted_at = []
-        self.known_errors = set()
+        self.restarts = []  # (when, the last line of why)
         self.heard_at_W = np.zeros(num_workers)  # when each worker has answered last
         self.last_words = torch.zeros(num_workers, 8000, dtype=torch.uint8).share_memory_()
         super().__init__(environments, num_workers)

@@ -331,7 +331,7 @@ def test_an_environment_that_cannot_be_made_again(tmp_path, monkeypatch, capfd):
 def test_restarts_are_forgotten(monkeypatch):
     """Only the last hour counts."""
     environment, now = SimpleNamespace(options=ver_ppo.Options(max_worker_restarts=2)), [0.0]
-    workers = SimpleNamespace(environments=[environment], restarted_at=[], known_errors=set())
+    workers = SimpleNamespace(environments=[environment], restarts=[])
     monkeypatch.setattr(ver_ppo.time, "monotonic", lambda: now[0])
     for now[0] in (0.0, 10.0, 3605.0, 3620.0):
         ver_ppo.note_restart(workers, "reason")

@@ -116,13 +116,16 @@ class Resize(gym.ObservationWrapper, RecordConstructorArgs):
         """One part of an observation, at its new size if it is an image of this space."""
         if isinstance(space, gym.spaces.Dict):
             return {key: self.resize(below, part[key]) for key, below in space.items()}
-        if image_layout(space) is None:
+        layout = image_layout(space)
+        if layout is None:
             return part
-        *_, channels_last = image_layout(space)
+        channels, height, width, channels_last = layout
         image = torch.as_tensor(part, dtype=torch.float32)
-        image = image.reshape(*space.shape[:2], -1).permute(2, 0, 1) if channels_last else image
+        if channels_last:
+            image = image.reshape(height, width, channels).movedim(-1, 0)
         image = torch.nn.functional.interpolate(image[None], self.size, mode="area")[0]
-        image = image.permute(1, 2, 0) if channels_last else image
-        shape = (*self.size, *space.shape[2:]) if channels_last else image.shape
-        image = image.reshape(shape).numpy()
-        return (image.round() if space.dtype == np.uint8 else image).astype(space.dtype)
+        if channels_last:
+            image = image.movedim(0, -1).reshape(*self.size, *space.shape[2:])
+        if space.dtype == np.uint8:
+            image = image.round()
+        return image.numpy().astype(space.dtype)

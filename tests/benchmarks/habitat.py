@@ -24,11 +24,10 @@ from statistics import median
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-from notebooks.environments.habitat import QUIET  # noqa: E402
+from notebooks.environments.habitat import QUIET, override_lines  # noqa: E402
 
 SENSORS = "habitat.simulator.agents.main_agent.sim_sensors"
 POLICIES = {"cnn": "PointNavBaselinePolicy", "resnet18": "PointNavResNetPolicy"}
-STOP = "~habitat.task.actions.stop"
 EPISODE_STEPS = 100
 ENVIRONMENT = os.environ | QUIET | {"OMP_NUM_THREADS": "1"}
 
@@ -42,6 +41,7 @@ def task_settings(data, scene):
         "habitat.dataset.data_path": path,
         "habitat.dataset.scenes_dir": scenes,
         "habitat.environment.max_episode_steps": EPISODE_STEPS,
+        "~habitat.task.actions.stop": "",  # taken away
     }
 
 
@@ -53,7 +53,6 @@ def ours(encoder, steps, data, scene, folder, more):
     command = [sys.executable, str(ROOT / "ver_ppo.py"), *arguments.split(), *more]
     command += ["--runs-dir", str(folder), "--env-kwargs", "simulator=habitat", "image_size=128"]
     command += [f"{key}={value}" for key, value in task_settings(data, scene).items()]
-    command += [f"{STOP}="]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     subprocess.run(command, check=True, env=ENVIRONMENT, **quiet)
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -87,11 +86,10 @@ def baselines(encoder, steps, data, scene, folder, more):
     settings["habitat.simulator.habitat_sim_v0.gpu_device_id"] = -1
     for side in ("width", "height"):
         settings[f"{SENSORS}.depth_sensor.{side}"] = 128
-    for key, value in task_settings(data, scene).items():
-        settings[key] = f"'{value}'" if "{" in str(value) else value  # Hydra reads braces in quotes
+    settings[f"~{SENSORS}.rgb_sensor"] = ""
+    settings |= task_settings(data, scene)
     command = [sys.executable, "-u", "-m", "habitat_baselines.run"]
-    command += ["--config-name=pointnav/ppo_pointnav_example.yaml", f"~{SENSORS}.rgb_sensor", STOP]
-    command += [f"{key}={value}" for key, value in settings.items()]
+    command += ["--config-name=pointnav/ppo_pointnav_example.yaml", *override_lines(settings)]
     pipes = {"capture_output": True, "text": True}
     run = subprocess.run([*command, *more], check=True, env=ENVIRONMENT, **pipes)
     line = re.compile(r"^(\S+ \S+),(\d+) update: .*frames: (\d+)", re.M)

@@ -151,6 +151,14 @@ def list_orphaned(names):
     return orphaned
 
 
+def still_there(look, found):
+    """What `look` finds of these again and again, for 10 s."""
+    until = time.monotonic() + 10
+    while (found := look(found)) and time.monotonic() < until:
+        time.sleep(0.1)
+    return found
+
+
 def weigh(pid, samples):
     """Append resident MiB and open files of the main process, and the number of all its
     processes."""
@@ -195,11 +203,8 @@ def one_part(args, account, seconds, environ):
         process.wait(60)
     for thread in threads:  # the readers end with the last process that can write
         thread.join(10)
-    left = everything
-    until = time.monotonic() + 10
     # a process has closed its files a moment before it is gone
-    while (left := [pid for pid in left if tree_of(pid)]) and time.monotonic() < until:
-        time.sleep(0.1)
+    left = still_there(lambda pids: [pid for pid in pids if tree_of(pid)], everything)
     return "".join(said), process.returncode, until_stopped, left
 
 
@@ -264,11 +269,8 @@ def soak(minutes, part_minutes, death_sec, hang_sec, num_envs, folder, say):
             break
     twice = [number for number, count in counts.items() if count > 1]
     wrong += [f"{len(twice)} steps twice, such as {twice[:3]}"] * bool(twice)
-    orphaned = set(os.listdir("/dev/shm")) - shared_before
-    until = time.monotonic() + 10
     # what a killed program leaves is unlinked a moment later
-    while (orphaned := list_orphaned(orphaned)) and time.monotonic() < until:
-        time.sleep(0.5)
+    orphaned = still_there(list_orphaned, set(os.listdir("/dev/shm")) - shared_before)
     wrong += [f"shared memory left: {orphaned}"] * bool(orphaned)
     return wrong, sums, run
 
