@@ -526,7 +526,7 @@ class Environment:
         io.truncated[e] = truncated and not terminated
         io.first[e] = False
         if terminated or truncated:
-            metrics = [info.get(name, np.nan) for name in self.spec.metrics]
+            metrics = [float(info[name]) for name in self.spec.metrics]
             io.episode_stats[e] = [self.total_reward, self.length, *metrics]
             self.write(io.final_obs, self.spec.leaves(observation))
             self.reset()
@@ -1210,23 +1210,28 @@ def derive_seed(*numbers):
 
 
 def describe_env(options):
-    """Make one environment, look at its spaces, with --num-workers auto time some of its steps, and
-    close it. Raises UserError if that fails, if a space is not supported, or if there is nothing to
-    film for --capture-video."""
+    """Make one environment, look at its spaces, take a step as in training, with --num-workers auto
+    time some more, and close it. Raises UserError if that fails or lasts longer than --env-timeout,
+    if a space is not supported, or if there is nothing to film for --capture-video."""
     film = options.capture_video
     try:
-        with contextlib.closing(make_env(options, "val" if film else "train")) as env:
+        with (
+            time_limit(options.env_timeout),
+            contextlib.closing(make_env(options, "val" if film else "train")) as env,
+        ):
             metrics = env.metadata.get("metrics", ())
             check_wrappers(env)
             spec = EnvSpec(env.observation_space, env.action_space, metrics)
             check_spaces(spec)
             announce(spec, options)
+            first = CheckedEnvironment(0, options, "train", spec, EnvIO(spec, 1))
+            first.env = env
+            first.reset()
+            first.step()
             if options.num_workers == "auto":
                 spec.step_sec, spec.cpu_sec = time_steps(env)
-            if film:
-                env.reset(seed=0)
-                if np.ndim(env.render()) != 3:
-                    raise UserError(f"--capture-video: {options.env_id} renders no pictures")
+            if film and np.ndim(env.render()) != 3:
+                raise UserError(f"--capture-video: {options.env_id} renders no pictures")
     except UserError:
         raise
     except (Exception, SystemExit) as error:  # whatever the environment's own code raises
@@ -1235,8 +1240,26 @@ def describe_env(options):
             given.append("--capture-video")
         doors = " ".join(["", *given])
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        reason += f"; {where.filename}:{where.lineno}: {where.line}"
         refuse(options, "env_id", f"cannot be used{doors and f' with{doors}'} ({reason})")
     return spec
+
+
+@contextlib.contextmanager
+def time_limit(sec):
+    """Raise TimeoutError if what stands inside takes longer (in the main thread alone)."""
+
+    def give_up(_number, _frame):
+        raise TimeoutError(f"no answer for {sec:.0f} s (--env-timeout)")
+
+    handler = signal.signal(signal.SIGALRM, give_up)
+    signal.setitimer(signal.ITIMER_REAL, min(sec, 1e9))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
 
 
 def check_wrappers(env):
@@ -1935,12 +1958,16 @@ class CheckedEnvironment(Environment):
         e = self.number
         try:
             super().answer()
-            if not math.isfinite(io.reward[e]):
-                raise BadAnswer(f"reward is {io.reward[e]}")
         except (Exception, SystemExit) as error:
             where = f"environment {e}, episode {io.episode[e]}, step {self.length}"
             kind = BadAnswer if isinstance(error, BadAnswer) else EnvironmentFailure
             raise kind(f"{where}:\n{traceback.format_exc()}") from None
+
+    def step(self):
+        super().step()
+        reward = self.io.reward[self.number]
+        if not math.isfinite(reward):
+            raise BadAnswer(f"reward is {reward}")
 
     def write(self, rows, leaves):
         shapes = {key: np.shape(leaf) for key, leaf in leaves.items()}
@@ -2152,6 +2179,7 @@ READ_BY = {4: "commit 2b88288"}  # what reads earlier formats
 SEED_OF_LEARNER = 2
 SEED_OF_COLLECTOR = 3
 TRACE_BYTES = 10_000_000  # more than a viewer likes
+MOST_FRAMES = 1000  # of an episode that is filmed
 
 
 def load_checkpoint(path):
@@ -2597,9 +2625,9 @@ def write_trace(file, steps, learning_sec):
 
 
 @torch.inference_mode()
-def evaluate(policy, spec, options):
+def evaluate(policy, spec, options, show=None):
     """Play --eval-episodes validation episodes. Returns their numbers, E x (return, length,
-    metrics), and with --capture-video, of one environment alone, pictures.
+    metrics). With --capture-video, one environment plays, and `show` gets its pictures.
 
     Each environment plays its share, so that short episodes do not count more than long ones; for
     the same --num-envs and --eval-episodes they are the same for every policy.
@@ -2613,7 +2641,6 @@ def evaluate(policy, spec, options):
     left_N = share + (np.arange(num_envs) < rest)
     io = EnvIO(spec, num_envs)
     found = []
-    frames = []
     weight = next(policy.parameters())
     generators = torch.random.fork_rng([weight.device] * weight.is_cuda)
     workers = make_workers(options, "val", spec, io, inline=filmed)
@@ -2629,17 +2656,18 @@ def evaluate(policy, spec, options):
                 found.append(io.episode_stats[e].tolist())
                 left_N[e] -= 1
                 bar.update()
-            if filmed:
-                frames.append(workers.environments[0].env.render())
-            act(policy, c, env_B[left_N[env_B] > 0])
-    return np.array(found), frames
+            act_B = env_B[left_N[env_B] > 0]
+            if filmed and len(act_B) and workers.environments[0].length < MOST_FRAMES:
+                show(workers.environments[0].env.render())
+            act(policy, c, act_B)
+    return np.array(found)
 
 
 def report_evaluation(policy, spec, options, folder):
     """Evaluate, print mean +- standard error of every number, write the video if asked for.
     Returns the means to log."""
     began_at = time.perf_counter()
-    found, _ = evaluate(policy, spec, replace(options, capture_video=False))
+    found = evaluate(policy, spec, replace(options, capture_video=False))
     sec = time.perf_counter() - began_at
     means = found.mean(axis=0)
     errors = found.std(axis=0, ddof=len(found) > 1) / math.sqrt(len(found))
@@ -2653,14 +2681,21 @@ def report_evaluation(policy, spec, options, folder):
 
 
 def write_video(policy, spec, options, path):
-    """Film three validation episodes."""
+    """Film three validation episodes, at most MOST_FRAMES steps of each, into a gif."""
     from PIL import Image
+    from PIL.GifImagePlugin import getdata, getheader
 
-    _, frames = evaluate(policy, spec, replace(options, eval_episodes=3))
-    height, width = frames[0].shape[:2]
-    images = [Image.fromarray(frame).resize((width, height)) for frame in frames[:-1]]
-    first, *others = images  # without the last frame, which shows a reset
-    first.save(path, save_all=True, append_images=others, duration=100, loop=0)
+    with open(path, "wb") as file:
+
+        def show(frame_HWC):  # written at once: a thousand frames may be a gigabyte
+            picture = Image.fromarray(frame_HWC).quantize()
+            if not file.tell():
+                header, _ = getheader(picture.copy(), info={"loop": 0})
+                file.write(b"".join(header))
+            file.write(b"".join(getdata(picture, duration=100, include_color_table=True)))
+
+        evaluate(policy, spec, replace(options, eval_episodes=3), show)
+        file.write(b";")
     print(f"video: {path}")
 
 

@@ -105,10 +105,42 @@ class Broken(Count):
 
 
 class Late(Count):
-    """Can be made but not reset."""
+    """Can be made, but the second one cannot be reset."""
+
+    def __init__(self, number, render_mode=None):
+        super().__init__()
+        self.number = number
 
     def reset(self, *, seed=None, options=None):
-        raise RuntimeError("no licence")
+        if self.number == 1:
+            raise RuntimeError("no licence")
+        return super().reset(seed=seed)
+
+
+class Unusable(Count):
+    """One step is an episode, and shows that nothing can be learned here."""
+
+    metadata = {"render_modes": [], "metrics": ("arrived",)}
+
+    def __init__(self, how, render_mode=None):
+        super().__init__(limit=1)
+        self.how = how
+
+    def reset(self, *, seed=None, options=None):
+        if self.how == "locked":
+            raise RuntimeError("the door is locked")
+        return super().reset(seed=seed)
+
+    def step(self, action):
+        observation, reward, *ends, _ = super().step(action)
+        if self.how == "vector":
+            reward = np.ones(3)
+        if self.how == "nan":
+            reward = np.nan
+        info = {"arrived": np.ones(2) if self.how == "array" else 1.0}
+        if self.how == "missing":
+            info = {}
+        return observation, reward, *ends, info
 
 
 class Numbered(gym.Wrapper):
@@ -191,7 +223,8 @@ class Traced(Count):
 
 
 gym.register("Traced-v0", f"{__name__}:Traced", kwargs={"options": None})
-for name in ("Broken", "Late", "Numbered", "Stuck"):
+gym.register("Late-v0", f"{__name__}:Late", kwargs={"number": 0})
+for name in ("Broken", "Numbered", "Stuck", "Unusable"):
     gym.register(f"{name}-v0", f"{__name__}:{name}")
 for fault in ("raise", "exit", "reward"):
     gym.register(f"Parent-{fault}-v0", f"{__name__}:Parent", kwargs={"fault": fault, "options": None})

@@ -241,6 +241,37 @@ def test_evaluation(tmp_path, capsys):
     assert run_folders(tmp_path) == [folder]
 
 
+def test_films_are_short_and_written_at_once(tmp_path, monkeypatch):
+    """Of each of three episodes the first steps, in their colours; a picture is in the file before the next one is taken."""
+    folder = run_here(tmp_path, "--num-workers 0 --total-timesteps 128 --env-kwargs image_size=16 camera=rgb")
+    options = ver_ppo.Options(**saved(folder)["options"] | {"capture_video": True})
+    spec, policy, _ = ver_ppo.build(options)
+    sizes, taken = [], []
+
+    def evaluate(*args):
+        *others, show = args
+
+        def keep(frame):
+            taken.append(frame)
+            show(frame)
+            sizes.append(files[0].tell())
+
+        return original(*others, keep)
+
+    original, files = ver_ppo.evaluate, []
+    monkeypatch.setattr(ver_ppo, "evaluate", evaluate)
+    monkeypatch.setattr(ver_ppo, "open", lambda *args: files.append(open(*args)) or files[0], raising=False)
+    monkeypatch.setattr(ver_ppo, "MOST_FRAMES", 4)
+    ver_ppo.write_video(policy, spec, options, tmp_path / "film.gif")
+    from PIL import Image
+
+    film = Image.open(tmp_path / "film.gif")
+    assert film.n_frames == len(taken) <= 12 and (np.diff(sizes) > 0).all() and film.info["loop"] == 0
+    for number, frame in enumerate(taken):
+        film.seek(number)
+        assert np.abs(np.asarray(film.convert("RGB")).astype(int) - frame).mean() < 8 and film.info["duration"] == 100
+
+
 def test_evaluation_plays_a_fixed_list(monkeypatch):
     """Each environment plays its share of the episodes, whatever their lengths, with workers as without; on a machine with GPUs,
     none is touched but the policy's."""
@@ -248,7 +279,7 @@ def test_evaluation_plays_a_fixed_list(monkeypatch):
     options = ver_ppo.Options(env_id="tests.envs:Count-v0", num_envs=4, eval_episodes=10, hidden_size=8, greedy=True)
     spec = ver_ppo.describe_env(options)
     policy = ver_ppo.Policy(spec, options)
-    found = [ver_ppo.evaluate(policy, spec, replace(options, num_workers=workers))[0] for workers in (0, 2)]
+    found = [ver_ppo.evaluate(policy, spec, replace(options, num_workers=workers)) for workers in (0, 2)]
     assert found[0].shape == (10, 2) and (found[0][:, 1] == 7).all()
     np.testing.assert_allclose(np.sort(found[0], axis=0), np.sort(found[1], axis=0))
 
@@ -343,6 +374,12 @@ BAD_INPUT = {  # what is given, and a word of the answer; numbers out of range a
     "--env-id NoSuch-v0": "NoSuch",
     "--env-id no_such_module:Env-v0": "no_such_module",
     "--env-id tests.faulty_envs:Broken-v0": "no licence",
+    "--env-id tests.faulty_envs:Unusable-v0 --env-kwargs how=locked": "the door is locked; ",
+    "--env-id tests.faulty_envs:Unusable-v0 --env-kwargs how=vector": "self.total_reward += float(reward)",
+    "--env-id tests.faulty_envs:Unusable-v0 --env-kwargs how=nan": "reward is nan",
+    "--env-id tests.faulty_envs:Unusable-v0 --env-kwargs how=array": "metrics = [float(info[name])",
+    "--env-id tests.faulty_envs:Unusable-v0 --env-kwargs how=missing": "(KeyError: 'arrived'; ",
+    "--env-id tests.faulty_envs:Stuck-v0 --env-timeout 0.5": "TimeoutError: no answer for 0 s (--env-timeout); ",
     "--env-id tests.envs:TextAlone-v0": "speech",
     "--env-id tests.envs:TupleAction-v0": "Tuple",
     "--env-id tests.envs:IntegerAction-v0": "Box of floats",
