@@ -119,13 +119,13 @@ class Options:
     # older, which the returns account for (the default: where there are two CPU cores, and no GPU)
     overlap: bool = field(default_factory=lambda: overlap_pays())
 
-    learning_rate: float = 1e-3  # at the start; decays to 0 along a cosine
+    learning_rate: float = 2e-3  # at the start; decays to 0 along a cosine
     gamma: float = 0.99  # discount factor
     gae_lambda: float = 0.95  # lambda of generalized advantage estimation
     num_minibatches: int = 4  # mini-batches per epoch, equally large
     update_epochs: int = 2  # passes over each rollout
     clip_coef: float = 0.2  # PPO's clipping range of the probability ratio
-    norm_adv: bool = False  # normalize advantages (DD-PPO: unstable; short control tasks want it)
+    norm_adv: bool = True  # normalize advantages: to mean 0 and deviation 1 in each rollout
     ent_coef: float = 1e-2  # entropy coefficient; its first value if --target-entropy is set
     # learn that coefficient so that the entropy stays above this (VER: 0, for Gaussians)
     target_entropy: float | None = None
@@ -176,6 +176,7 @@ class Options:
 # ----------------------------------------------------------------------------------------- Policy
 
 ACTION_FEATURES = 32  # of the previous action's embedding
+NEWEST_SHARE = 0.05  # of a rollout in the critic's scale
 
 
 def orthogonal(layer, gain=math.sqrt(2)):
@@ -231,12 +232,27 @@ class FeedForward(nn.Linear):
         return torch.tanh(self(x_MF))
 
 
+class Critic(nn.Linear):
+    """The value head: B x H -> B values. Its linear layer finds them in units of `scale`, how large
+    returns are, which travels with the weights."""
+
+    def __init__(self, hidden_size):
+        super().__init__(hidden_size, 1)
+        orthogonal(self, 1.0)
+        # 0 until a first reward is seen: so are the values
+        self.scale = nn.Parameter(torch.zeros(()), requires_grad=False)
+
+    def forward(self, core_BH):
+        return self.scale * super().forward(core_BH).squeeze(-1)
+
+
 class Policy(nn.Module):
     """Encoders, embedding of the previous action, core, action head and value head (VER section 4).
 
-    Another policy needs what the trainer uses: `step`, `sequences`, `state_shape`, `log_ent_coef`
-    and `encoders`. For another core alone, override `make_core`. Of `spec` (`EnvSpec`, below),
-    `choices` are the numbers of choices of each action dimension, none if actions are continuous.
+    Another policy needs what the trainer uses: `step`, `sequences`, `state_shape`, `log_ent_coef`,
+    `critic` and `encoders`. For another core alone, override `make_core`. Of `spec` (`EnvSpec`,
+    below), `choices` are the numbers of choices of each action dimension, none if actions are
+    continuous.
     """
 
     def __init__(self, spec, options):
@@ -261,7 +277,7 @@ class Policy(nn.Module):
         self.state_shape = (self.core.state_rows, options.hidden_size)
         outputs = sum(self.choices) or spec.action_dims
         self.actor = orthogonal(nn.Linear(options.hidden_size, outputs), 0.01)
-        self.critic = orthogonal(nn.Linear(options.hidden_size, 1), 1.0)
+        self.critic = Critic(options.hidden_size)
         log_ent_coef = torch.tensor(math.log(max(options.ent_coef, 1e-30)))
         self.log_ent_coef = nn.Parameter(log_ent_coef, options.target_entropy is not None)
         self.cpc = ContrastivePrediction(features, options.hidden_size) if options.cpc else None
@@ -295,8 +311,7 @@ class Policy(nn.Module):
             each = Categorical(logits=logits, validate_args=False)
         else:
             each = Normal(out, self.log_std_A.expand_as(out).exp(), validate_args=False)
-        value_B = self.critic(core_BH).squeeze(-1)
-        return Independent(each, 1, validate_args=False), value_B
+        return Independent(each, 1, validate_args=False), self.critic(core_BH)
 
     def step(self, obs, prev_action_BA, first_B, state_B):
         """One step of each of B environments: distribution, value_B and the state after the step.
@@ -933,10 +948,10 @@ def ppo_loss(distribution, value_M, batch, log_ent_coef, options):
     """Clipped PPO objective, value loss (not clipped) and entropy term, every step weighted by
     `batch["weight"]`.
 
-    `batch` holds M old actions, log-probabilities, advantages, returns and weights. The entropy
-    coefficient exp(log_ent_coef) is fixed, or with --target-entropy learned under the constraint
-    entropy >= target (VER section 4): it grows while the plain mean of the entropy is below.
-    Returns the loss and a dictionary of what to log.
+    `batch` holds M old actions, log-probabilities, advantages, returns and weights, and `scale`,
+    the unit in which values are learned. The entropy coefficient exp(log_ent_coef) is fixed, or
+    with --target-entropy learned under the constraint entropy >= target (VER section 4): it grows
+    while the plain mean of the entropy is below. Returns the loss and a dictionary of what to log.
     """
     weight_M = batch["weight"]
     advantage_M = batch["advantage"]
@@ -945,7 +960,8 @@ def ppo_loss(distribution, value_M, batch, log_ent_coef, options):
     clipped_M = ratio_M.clamp(1 - options.clip_coef, 1 + options.clip_coef)
     objective_M = torch.minimum(ratio_M * advantage_M, clipped_M * advantage_M)
     policy_loss = -(weight_M * objective_M).mean()
-    value_loss = 0.5 * (weight_M * (value_M - batch["returns"]) ** 2).mean()
+    error_M = (value_M - batch["returns"]) / batch["scale"]
+    value_loss = 0.5 * (weight_M * error_M**2).mean()
     entropy_M = distribution.entropy()
     entropy_bonus = (weight_M * entropy_M).mean()
     ent_coef = log_ent_coef.exp()
@@ -1018,7 +1034,23 @@ def advantage_scale(rollout, average):
     moments = torch.tensor([advantage_S.mean(), (advantage_S**2).mean()])
     average([moments])
     mean, square = moments.tolist()
-    return mean, math.sqrt(max(0.0, square - mean**2)) + 1e-8
+    return mean, math.sqrt(max(1e-16, square - mean**2))
+
+
+@torch.no_grad()
+def return_scale(policy, rollout, average):
+    """The unit in which values are learned: the running root mean square of the returns, after it
+    has taken in those of a rollout, of all processes that learn together. So rewards of any size
+    are learned from alike, as if they were normalized (Engstrom et al. 2020), but what is stored
+    and logged stays in the environment's units."""
+    returns_S = rollout.returns[: rollout.learned].astype(float)
+    scale = policy.critic.scale
+    square = torch.full_like(scale, (returns_S**2).mean())
+    average([square])
+    share = torch.where(scale > 0, NEWEST_SHARE, 1.0)
+    mean_square = torch.lerp(scale**2, square, share)
+    scale.copy_(torch.where(mean_square.isfinite(), mean_square.sqrt(), scale))
+    return scale.clamp(min=1e-8)  # without any reward: 0 / 1e-8
 
 
 def ppo_update(policy, optimizer, rollout, options, average=lambda tensors: None):
@@ -1030,13 +1062,15 @@ def ppo_update(policy, optimizer, rollout, options, average=lambda tensors: None
     """
     steps = rollout.rows[: rollout.learned]
     sequences = find_sequences(steps["segment"], steps["first"])
-    mean, deviation = advantage_scale(rollout, average) if options.norm_adv else (0.0, 1.0)
+    scale = return_scale(policy, rollout, average)
+    mean, deviation = advantage_scale(rollout, average) if options.norm_adv else (0.0, scale)
     logs = []
     for _ in range(options.update_epochs):
         shuffled = [sequences[q] for q in torch.randperm(len(sequences)).tolist()]
         for minibatch in cut_minibatches(shuffled, options.num_minibatches):
             batch = make_batch(rollout, minibatch)
             batch["advantage"] = (batch["advantage"] - mean) / deviation
+            batch["scale"] = scale
             logs.append(minibatch_step(policy, optimizer, batch, options, average))
     # mean and deviation of RGB images: after learning, which must see what acting saw
     update_statistics(policy, rollout, average)
@@ -1097,6 +1131,7 @@ def train(options):
 
 CHEAP_STEP_SEC = 50e-6  # faster steps are not worth the two messages to another process
 LARGE_IMAGE = 128  # pixels
+TRIAL = 2**60  # the episode before that of `describe_env`: no run has so many
 MAX_WORKERS = 128
 MAX_THREADS = 256  # far more end the process without a word
 
@@ -1219,15 +1254,15 @@ def describe_env(options):
             time_limit(options.env_timeout),
             contextlib.closing(make_env(options, "val" if film else "train")) as env,
         ):
-            metrics = env.metadata.get("metrics", ())
+            metrics = (env.metadata or {}).get("metrics", ())  # None: adapters of old gym
             check_wrappers(env)
             spec = EnvSpec(env.observation_space, env.action_space, metrics)
             check_spaces(spec)
             announce(spec, options)
-            first = CheckedEnvironment(0, options, "train", spec, EnvIO(spec, 1))
-            first.env = env
-            first.reset()
-            first.step()
+            trial = CheckedEnvironment(0, options, "train", spec, EnvIO(spec, 1, TRIAL))
+            trial.env = env
+            trial.reset()
+            trial.step()
             if options.num_workers == "auto":
                 spec.step_sec, spec.cpu_sec = time_steps(env)
             if film and np.ndim(env.render()) != 3:
@@ -1265,14 +1300,14 @@ def time_limit(sec):
 def check_wrappers(env):
     """Raise UserError for wrappers of Gymnasium that keep running statistics."""
     instead = {
-        "NormalizeObservation": "gymnasium.wrappers:RescaleObservation(min_obs=-1, max_obs=1)",
-        "NormalizeReward": "--norm-adv",
+        "NormalizeObservation": "use RescaleObservation(min_obs=-1, max_obs=1) instead",
+        "NormalizeReward": "leave it out, rewards of any size are learned from alike",
     }
     while isinstance(env, gym.Wrapper):
         name = type(env).__name__
         if name in instead:
             why = "keeps statistics, which evaluation and --resume would begin anew"
-            raise UserError(f"the wrapper {name} {why}: use {instead[name]} instead")
+            raise UserError(f"the wrapper {name} {why}: {instead[name]}")
         env = env.env
 
 
@@ -2173,8 +2208,8 @@ def check_rollout(rollout, version, lag=0):
 # Adds what a run leaves behind: options.json, TensorBoard events, checkpoint.pt, a trace, an
 # evaluation, a video; and what it does on signals. The lesson calls `Run` and `make_policy`.
 
-CHECKPOINT_FORMAT = 5
-READ_BY = {4: "commit 2b88288"}  # what reads earlier formats
+CHECKPOINT_FORMAT = 6
+READ_BY = {4: "commit 2b88288", 5: "commit f6503bf"}  # what reads earlier formats
 # first numbers of derive_seed; environments have 0 (train) and 1 (val)
 SEED_OF_LEARNER = 2
 SEED_OF_COLLECTOR = 3
@@ -2248,7 +2283,8 @@ def start_from(policy, options):
     saved = load_checkpoint(options.init_from)["policy"]
     own = policy.state_dict()
     weights = dict(policy.named_parameters())
-    fixed = {name for name in weights if not weights[name].requires_grad} - {"log_ent_coef"}
+    fixed = {name for name in weights if not weights[name].requires_grad}
+    fixed -= {name for name in fixed if name.endswith(("log_ent_coef", "critic.scale"))}
     new = {name for name in own if name not in saved or saved[name].shape != own[name].shape}
     if options.reset == "critic":
         new |= {name for name in own if name.startswith("critic.")}
@@ -2309,7 +2345,8 @@ class Run:
         self.step = 0
         self.update = 0
         self.recent = deque(maxlen=100)  # episode_stats of the last episodes
-        self.shares = deque(maxlen=100)  # of SHARES, in the last updates
+        self.shares = deque(maxlen=100)  # of SHARES, in the last updates ...
+        self.cycle_sec = deque(maxlen=100)  # ... and how long these were
         self.learning_sec = {}  # number of threads -> what the last two updates took
         self.signal = None
         self.unsaved = None  # why the last checkpoint could not be written
@@ -2431,7 +2468,8 @@ class Run:
                 raise Interrupted(self.signal)
             self.save()
             if self.shares:
-                self.bar.write(what_limits(self.options, *np.mean(self.shares, axis=0)))
+                means = np.average(self.shares, axis=0, weights=self.cycle_sec)
+                self.bar.write(what_limits(self.options, *means))
         except (Interrupted, EnvironmentFailure, FloatingPointError):
             self.save()
             if not self.unsaved:
@@ -2458,6 +2496,7 @@ class Run:
         """Count an update and its steps, write what to log, and from time to time a checkpoint."""
         steps, logs, episodes = self.describe(rollout, logs)
         self.shares.append([logs[f"time/{name}_share"] for name in SHARES])
+        self.cycle_sec.append(logs["time/cycle_sec"])
         self.write(steps, logs, episodes)
         if self.step - self.saved_step >= self.options.checkpoint_interval:
             self.save()
@@ -2490,9 +2529,11 @@ class Run:
         logs = logs | {
             "losses/explained_variance": 1 - error_S.var() / max(learned["returns"].var(), 1e-12),
             "charts/learning_rate": self.optimizer.param_groups[0]["lr"],
+            "charts/return_scale": self.policy.critic.scale.item(),
             "time/waiting_share": waited_sec / cycle_sec,
             "time/inference_share": (rollout_sec - waited_sec) / cycle_sec,
             "time/learning_share": learning_sec / cycle_sec,
+            "time/cycle_sec": cycle_sec,
             "time/rollout_sec": rollout_sec,
             "time/env_step_ms": 1000 * simulated_sec / len(steps),
             "time/worker_idle_share": max(0.0, 1 - busy_share),
@@ -2844,7 +2885,8 @@ def load(text):
         found = getattr(home, name) if hasattr(home, name) else gym.spec(name)
     except (Exception, SystemExit) as error:  # whatever the module's own code raises
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise UserError(f"{text} cannot be found ({reason})") from None
+        advice = "" if module else ": of a package, it is package:Id-v0"
+        raise UserError(f"{text} cannot be found ({reason}){advice}") from None
     if not bracket:
         return found
     try:

@@ -134,6 +134,18 @@ class Told(Count):
         self.told = options, split, number, limit
 
 
+class Rewards(gym.Wrapper):
+    """Rewards of another size."""
+
+    def __init__(self, env, factor):
+        super().__init__(env)
+        self.factor = factor
+
+    def step(self, action):
+        observation, reward, *rest = self.env.step(action)
+        return observation, self.factor * reward, *rest
+
+
 class Blind(gym.Wrapper):
     """Has nothing to show."""
 

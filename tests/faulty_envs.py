@@ -70,7 +70,7 @@ class Faulty(Count):
 
 
 class Parent(Faulty):
-    """Starts a child process with its first step, which it never ends: `close` says that it was
+    """Starts a child process with its second step, which it never ends: `close` says that it was
     called, and hangs. Misbehaves as Faulty."""
 
     def __init__(self, fault, options, render_mode=None):
@@ -78,13 +78,13 @@ class Parent(Faulty):
         self.folder = Path(options.runs_dir)
 
     def step(self, action):
-        if not self.life:
+        if self.life == 1:
             (self.folder / "output").touch()
             subprocess.Popen(["tail", "-f", str(self.folder / "output")])
         return super().step(action)
 
     def close(self):
-        if self.life:  # not the one that is only looked at
+        if self.life > 1:  # not the one that is only looked at
             with open(self.folder / "closed", "a") as file:
                 file.write(self.fault[0])
             time.sleep(3600)

@@ -19,6 +19,7 @@ def build(**options):
     options = ver_ppo.Options(hidden_size=16, **given, **options)
     spec, policy, _ = ver_ppo.build(options)
     assert isinstance(policy, NeuralController)
+    torch.nn.init.ones_(policy.critic.scale)  # else all values are 0
     return options, spec, policy
 
 

@@ -115,7 +115,9 @@ def start(device, more, rollout_device=None):
     options = ver_ppo.tyro.cli(ver_ppo.Options, args=words)
     spec = ver_ppo.describe_env(options)
     torch.manual_seed(1)
-    policy = ver_ppo.make_policy(spec, options).to(device)
+    policy = ver_ppo.make_policy(spec, options)
+    torch.nn.init.ones_(policy.critic.scale)  # else all values are 0
+    policy.to(device)
     # Adam would make much of a gradient that is nothing but rounding
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
     size = options.rollout_steps, options.num_envs, policy.state_shape
@@ -149,7 +151,7 @@ def assert_same(mine, other):
 
 TASKS = {
     "choices": "--env-id CartPole-v1",
-    "no memory": "--env-id CartPole-v1 --lstm-layers 0 --norm-adv",
+    "no memory": "--env-id CartPole-v1 --lstm-layers 0 --no-norm-adv",
     "every observation": "--env-id tests.envs:Everything-v0 --lstm-layers 2 --target-entropy 0.5",
     "continuous": "--env-id tests.envs:Continuous-v0 --target-entropy 0",
     "depth": "--env-id pointnav --env-kwargs simulator=builtin image_size=16 --cpc",

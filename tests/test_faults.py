@@ -544,6 +544,7 @@ def test_no_gradient_is_finite(tmp_path, monkeypatch, capsys):
     def spoilt(policy, optimizer, rollout, *more):
         weights.append({name: weight.clone() for name, weight in policy.state_dict().items()})
         rollout.advantage[:] *= np.nan if len(weights) == 3 else 1
+        rollout.returns[:] *= np.nan if len(weights) == 3 else 1
         return update(policy, optimizer, rollout, *more)
 
     monkeypatch.setattr(ver_ppo, "ppo_update", spoilt)

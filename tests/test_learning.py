@@ -19,10 +19,12 @@ def loss_by_hand(logits, value, batch):
     terms = []
     for m, row in enumerate(logits.tolist()):
         p = [math.exp(x) / sum(map(math.exp, row)) for x in row]
-        action, log_prob, advantage, returns, weight = (column[m].item() for column in batch.values())
+        names = "action", "log_prob", "advantage", "returns", "weight"
+        action, log_prob, advantage, returns, weight = (batch[name][m].item() for name in names)
         ratio = p[action] / math.exp(log_prob)
         policy_term = -weight * min(ratio * advantage, max(min(ratio, 1.2), 0.8) * advantage)
-        value_term, entropy = weight * 0.5 * (value[m].item() - returns) ** 2, -sum(q * math.log(q) for q in p)
+        error = (value[m].item() - returns) / batch["scale"]
+        value_term, entropy = weight * 0.5 * error**2, -sum(q * math.log(q) for q in p)
         loss = policy_term + 0.7 * value_term - 0.03 * weight * entropy
         terms.append((loss, policy_term, abs(ratio - 1) > 0.2, ratio - 1 - math.log(ratio)))
     return np.mean(terms, axis=0)
@@ -33,7 +35,7 @@ def test_ppo_loss_by_hand():
     range in the direction of its advantage."""
     logits, value = torch.randn(12, 3).double().requires_grad_(), torch.randn(12).double().requires_grad_()
     batch = {"action": torch.randint(3, (12, 1)), "log_prob": -1 - torch.rand(12).double()}
-    batch |= {name: torch.randn(12).double() for name in ("advantage", "returns")} | {"weight": torch.rand(12).double()}
+    batch |= {name: torch.randn(12).double() for name in ("advantage", "returns")} | {"weight": torch.rand(12).double(), "scale": 3.0}
     distribution = Independent(Categorical(logits=logits[:, None]), 1)
     options, log_ent_coef = ver_ppo.Options(clip_coef=0.2, vf_coef=0.7), torch.tensor(0.03).double().log()
     loss, logs = ver_ppo.ppo_loss(distribution, value, batch, log_ent_coef, options)
@@ -106,6 +108,55 @@ def test_epochs(monkeypatch):
     learn(policy, None, rollout, c.options)
     epochs = np.stack(epochs).reshape(3, 60).tolist()
     assert [sorted(steps) for steps in epochs] == [list(range(60))] * 3 and epochs[0] != epochs[1] != epochs[2]
+
+
+def test_return_scale():
+    """The running root mean square of the returns: the first ones that are not 0 count whole, later ones a twentieth; of all
+    processes, the mean of their squares counts. Values are in its units."""
+    workers = VirtualWorkers(2, lambda e, step: 1.0)
+    policy, rollout, c = build(workers, 2, 8)
+    policy.critic.scale.data.fill_(0.0)
+    inputs = {"obs": torch.randn(5, 4)}, torch.zeros(5, 1, dtype=torch.int64), torch.zeros(5, dtype=torch.bool)
+    state = torch.randn(5, *policy.state_shape)
+    assert not policy.step(*inputs, state)[1].any()
+    rollout.learned, square = 12, None
+    for k in range(6):
+        rollout.returns[:] = (k > 0) * np.random.default_rng(k).normal(1000, 1000, 16)
+        mine = np.mean(rollout.returns[:12].astype(float) ** 2)
+        other = (k > 0) * 5.0 * k
+
+        def average(tensors):
+            tensors[0].add_(other).div_(2)
+
+        found = ver_ppo.return_scale(policy, rollout, average)
+        new = (mine + other) / 2
+        square = square + 0.05 * (new - square) if square else new
+        assert found == pytest.approx(max(math.sqrt(square), 1e-8), rel=1e-5) and (k == 0) == (found == 1e-8)
+    value_B = policy.step(*inputs, state)[1].clone()
+    policy.critic.scale.data /= 8
+    assert torch.equal(policy.step(*inputs, state)[1], value_B / 8)
+
+
+def test_rewards_of_any_size(tmp_path):
+    """The same run with rewards 128 times as large, and divided by 128: the same actions, and bit for bit the same weights, but for
+    the scale. By 100, a number that is not exact, up to rounding; by 0, nothing is learned but the entropy's bonus."""
+    saved = {}
+    for factor in (1, 128, 1 / 128, 100, 0):
+        line = "--env-id tests.envs:Cue-v0 --no-overlap --num-workers 0 --learner-threads 1 --num-envs 4 --num-steps 16 --hidden-size 8"
+        line += f" --total-timesteps 640 --eval-episodes 0 --gamma 0.875 --gae-lambda 0.5 --runs-dir {tmp_path / str(factor)}"
+        assert ver_ppo.main([*line.split(), "--wrappers", f"tests.envs:Rewards(factor={factor})"]) == 0
+        (folder,) = (tmp_path / str(factor)).iterdir()
+        saved[factor] = ver_ppo.load_checkpoint(folder / "checkpoint.pt")["policy"]
+    for factor, weights in saved.items():
+        scale = weights.pop("critic.scale").item() / (factor or 1)
+        first = scale if factor == 1 else first
+        assert factor == 0 or scale == pytest.approx(first, rel=1e-4)
+        for name, weight in weights.items():
+            if factor in (128, 1 / 128):
+                assert torch.equal(weight, saved[1][name]), name
+            if factor == 100:
+                torch.testing.assert_close(weight, saved[1][name], rtol=1e-3, atol=1e-4)
+    assert not torch.allclose(saved[0]["actor.weight"], saved[1]["actor.weight"], atol=1e-3)
 
 
 def test_bfloat16():

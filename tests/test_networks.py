@@ -21,7 +21,9 @@ GOAL = gym.spaces.Box(-np.inf, np.inf, (3,), np.float32)
 
 
 def build(observations, action=gym.spaces.Discrete(4), **options):
-    return ver_ppo.Policy(ver_ppo.EnvSpec(observations, action, ()), ver_ppo.Options(**options))
+    policy = ver_ppo.Policy(ver_ppo.EnvSpec(observations, action, ()), ver_ppo.Options(**options))
+    torch.nn.init.ones_(policy.critic.scale)  # else all values are 0
+    return policy
 
 
 def sample(observations, batch):

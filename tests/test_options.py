@@ -17,7 +17,7 @@ from tests.test_run import nobody_left, run_folders, saved
 INLINE = """
     env-id pointnav/8/depth pointnav/16/rgb pointnav/33/depth pointnav/64/rgb CartPole-v1 tests.envs:Everything-v0 tests.envs:Continuous-v0 tests.envs:Cue-v0
     num-envs 1 2 3, num-steps 1 2 7 16, sampler ver nover sync, max-requests 2 3 256, num-minibatches 1 2 4, update-epochs 1 3
-    wrappers Latency Delay Latency+Delay, lstm-layers 0 1 2, hidden-size 2 8, encoder cnn none resnet18, cpc yes, norm-adv yes
+    wrappers Latency Delay Latency+Delay, lstm-layers 0 1 2, hidden-size 2 8, encoder cnn none resnet18, cpc yes, norm-adv no
     gamma 0 1, gae-lambda 0 1, ent-coef 0 0.1, target-entropy None 0 0.5, vf-coef 0 1, learning-rate 1e-30 1
     max-grad-norm 1e-9 1e9, seed 0 1099511627776, greedy yes
     learner-threads auto 1 2, eval-episodes 0 1 5, checkpoint-interval 1 1000000, max-worker-restarts 0 3, debug yes

@@ -92,6 +92,7 @@ def add_returns(numbers, ratio_S, size=80, delayed=False, **options):
     chosen; and the numbers, with the values as they are now."""
     options = ver_ppo.Options(num_envs=4, num_steps=20, gamma=GAMMA, gae_lambda=LAMBDA, lstm_layers=0, **options)
     policy = ver_ppo.Policy(SPEC, options)
+    policy.critic.scale.fill_(1.0)
     rollout = ver_ppo.Rollout(SPEC, 80, 4, policy.state_shape, torch.device("cpu"), delayed)
     action, first = torch.randint(3, (80, 1)), torch.zeros(80, dtype=torch.bool)
     distribution, value, _ = policy.step({"obs": rollout.obs["obs"].normal_()}, action, first, rollout.state)

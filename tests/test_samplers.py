@@ -127,6 +127,7 @@ def collecting(**changes):
 
     run = SimpleNamespace(step=400, update=5, enough=enough)
     torch.nn.init.normal_(policy.actor.weight)
+    torch.nn.init.ones_(policy.critic.scale)  # else all values are 0
     with contextlib.closing(ver_ppo.rollout_source(policy, spec, options, run)) as source:
         yield policy, source
     assert not torch.multiprocessing.active_children()

@@ -48,7 +48,7 @@ class Planner(ver_ppo.Policy):
         distance_B1 = nn.functional.elu(out_B3[:, :1]) + 0.75
         direction_B2 = torch.tanh(out_B3[:, 1:])
         goal_B3 = torch.cat([distance_B1, direction_B2], dim=1)
-        return goal_B3, self.critic(core_BH).squeeze(-1)
+        return goal_B3, self.critic(core_BH)
 
 
 class NeuralController(ver_ppo.Policy):
@@ -68,6 +68,11 @@ class NeuralController(ver_ppo.Policy):
         self.planner = Planner(spec, options)
         self.rows, hidden = self.state_shape  # of each of the two
         self.state_shape = (2 * self.rows, hidden)
+
+    @property
+    def critic(self):
+        """The one that learns is the planner's; the agent's is among its weights."""
+        return self.planner.critic
 
     def look(self, obs):
         """What planner and agent see, computed once for both: the features of everything but the

@@ -107,6 +107,7 @@ def build(workers, num_envs, num_steps, policy_class=ver_ppo.Policy, **options):
     options = ver_ppo.Options(**sizes, **options)
     policy = policy_class(SPEC, options)
     torch.nn.init.normal_(policy.actor.weight)
+    torch.nn.init.ones_(policy.critic.scale)  # else all values are 0
     size = (options.rollout_steps, num_envs, policy.state_shape)
     rollout = ver_ppo.Rollout(SPEC, *size, torch.device("cpu"))
     c = ver_ppo.Collector(workers, workers.io, policy, SPEC, options)
