@@ -125,7 +125,9 @@ class Options:
     num_minibatches: int = 4  # mini-batches per epoch, equally large
     update_epochs: int = 2  # passes over each rollout
     clip_coef: float = 0.2  # PPO's clipping range of the probability ratio
-    norm_adv: bool = True  # normalize advantages: to mean 0 and deviation 1 in each rollout
+    # each rollout's advantages are brought to mean 0 and deviation 1; else divided by the root mean
+    # square of the returns
+    norm_adv: bool = True
     ent_coef: float = 1e-2  # entropy coefficient; its first value if --target-entropy is set
     # learn that coefficient so that the entropy stays above this (VER: 0, for Gaussians)
     target_entropy: float | None = None
@@ -176,7 +178,7 @@ class Options:
 # ----------------------------------------------------------------------------------------- Policy
 
 ACTION_FEATURES = 32  # of the previous action's embedding
-NEWEST_SHARE = 0.05  # of a rollout in the critic's scale
+NEWEST_SHARE = 0.05  # of the newest rollout in the mean square that is the critic's scale
 
 
 def orthogonal(layer, gain=math.sqrt(2)):
@@ -234,7 +236,7 @@ class FeedForward(nn.Linear):
 
 class Critic(nn.Linear):
     """The value head: B x H -> B values. Its linear layer finds them in units of `scale`, how large
-    returns are, which travels with the weights."""
+    returns are, which travels with the weights. When it changes, all values change with it."""
 
     def __init__(self, hidden_size):
         super().__init__(hidden_size, 1)
@@ -250,9 +252,9 @@ class Policy(nn.Module):
     """Encoders, embedding of the previous action, core, action head and value head (VER section 4).
 
     Another policy needs what the trainer uses: `step`, `sequences`, `state_shape`, `log_ent_coef`,
-    `critic` and `encoders`. For another core alone, override `make_core`. Of `spec` (`EnvSpec`,
-    below), `choices` are the numbers of choices of each action dimension, none if actions are
-    continuous.
+    `encoders`, and `critic`, a `Critic`, which gives its values. For another core alone, override
+    `make_core`. Of `spec` (`EnvSpec`, below), `choices` are the numbers of choices of each action
+    dimension, none if actions are continuous.
     """
 
     def __init__(self, spec, options):
@@ -541,14 +543,17 @@ class Environment:
         io.truncated[e] = truncated and not terminated
         io.first[e] = False
         if terminated or truncated:
-            metrics = [float(info[name]) for name in self.spec.metrics]
-            io.episode_stats[e] = [self.total_reward, self.length, *metrics]
+            io.episode_stats[e] = [self.total_reward, self.length, *self.metrics(info)]
             self.write(io.final_obs, self.spec.leaves(observation))
             self.reset()
         else:
             self.write(io.obs, self.spec.leaves(observation))
         io.began_at[e] = began_at
         io.step_sec[e] = time.perf_counter() - began_at
+
+    def metrics(self, info):
+        """What the last info of an episode says of the environment's metrics."""
+        return [float(info[name]) for name in self.spec.metrics]
 
     def write(self, rows, leaves):
         """Copy a flat observation into this environment's row of `obs` or `final_obs`."""
@@ -1041,8 +1046,8 @@ def advantage_scale(rollout, average):
 def return_scale(policy, rollout, average):
     """The unit in which values are learned: the running root mean square of the returns, after it
     has taken in those of a rollout, of all processes that learn together. So rewards of any size
-    are learned from alike, as if they were normalized (Engstrom et al. 2020), but what is stored
-    and logged stays in the environment's units."""
+    are learned alike, as if they were normalized (Engstrom et al. 2020), but what is stored and
+    logged stays in the environment's units."""
     returns_S = rollout.returns[: rollout.learned].astype(float)
     scale = policy.critic.scale
     square = torch.full_like(scale, (returns_S**2).mean())
@@ -1063,7 +1068,10 @@ def ppo_update(policy, optimizer, rollout, options, average=lambda tensors: None
     steps = rollout.rows[: rollout.learned]
     sequences = find_sequences(steps["segment"], steps["first"])
     scale = return_scale(policy, rollout, average)
-    mean, deviation = advantage_scale(rollout, average) if options.norm_adv else (0.0, scale)
+    mean = 0.0
+    deviation = scale
+    if options.norm_adv:
+        mean, deviation = advantage_scale(rollout, average)
     logs = []
     for _ in range(options.update_epochs):
         shuffled = [sequences[q] for q in torch.randperm(len(sequences)).tolist()]
@@ -1131,7 +1139,7 @@ def train(options):
 
 CHEAP_STEP_SEC = 50e-6  # faster steps are not worth the two messages to another process
 LARGE_IMAGE = 128  # pixels
-TRIAL = 2**60  # the episode before that of `describe_env`: no run has so many
+TRIAL = 2**60  # number of the episode before that of `describe_env`: no run gets that far
 MAX_WORKERS = 128
 MAX_THREADS = 256  # far more end the process without a word
 
@@ -1250,10 +1258,9 @@ def describe_env(options):
     if a space is not supported, or if there is nothing to film for --capture-video."""
     film = options.capture_video
     try:
-        with (
-            time_limit(options.env_timeout),
-            contextlib.closing(make_env(options, "val" if film else "train")) as env,
-        ):
+        with time_limit(options.env_timeout):
+            env = make_env(options, "val" if film else "train")
+        with contextlib.closing(env):
             metrics = (env.metadata or {}).get("metrics", ())  # None: adapters of old gym
             check_wrappers(env)
             spec = EnvSpec(env.observation_space, env.action_space, metrics)
@@ -1261,8 +1268,9 @@ def describe_env(options):
             announce(spec, options)
             trial = CheckedEnvironment(0, options, "train", spec, EnvIO(spec, 1, TRIAL))
             trial.env = env
-            trial.reset()
-            trial.step()
+            for take in (trial.reset, trial.step):
+                with time_limit(options.env_timeout):
+                    take()
             if options.num_workers == "auto":
                 spec.step_sec, spec.cpu_sec = time_steps(env)
             if film and np.ndim(env.render()) != 3:
@@ -1275,7 +1283,8 @@ def describe_env(options):
             given.append("--capture-video")
         doors = " ".join(["", *given])
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        where = traceback.extract_tb(error.__traceback__)[-1]
+        frames = traceback.extract_tb(error.__traceback__)
+        where = [frame for frame in frames if frame.name != "give_up"][-1]
         reason += f"; {where.filename}:{where.lineno}: {where.line}"
         refuse(options, "env_id", f"cannot be used{doors and f' with{doors}'} ({reason})")
     return spec
@@ -1283,13 +1292,17 @@ def describe_env(options):
 
 @contextlib.contextmanager
 def time_limit(sec):
-    """Raise TimeoutError if what stands inside takes longer (in the main thread alone)."""
+    """Raise TimeoutError if what stands inside takes longer, as soon as Python code runs again.
+    Signals are the main thread's: in another one there is no limit."""
 
     def give_up(_number, _frame):
-        raise TimeoutError(f"no answer for {sec:.0f} s (--env-timeout)")
+        raise TimeoutError(f"no answer for {sec:g} s (--env-timeout)")
 
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     handler = signal.signal(signal.SIGALRM, give_up)
-    signal.setitimer(signal.ITIMER_REAL, min(sec, 1e9))
+    signal.setitimer(signal.ITIMER_REAL, min(sec, 1e8))
     try:
         yield
     finally:
@@ -1300,14 +1313,14 @@ def time_limit(sec):
 def check_wrappers(env):
     """Raise UserError for wrappers of Gymnasium that keep running statistics."""
     instead = {
-        "NormalizeObservation": "use RescaleObservation(min_obs=-1, max_obs=1) instead",
-        "NormalizeReward": "leave it out, rewards of any size are learned from alike",
+        "NormalizeObservation": "gymnasium.wrappers:RescaleObservation(min_obs=-1, max_obs=1)",
+        "NormalizeReward": "nothing (rewards of any size are learned alike)",
     }
     while isinstance(env, gym.Wrapper):
         name = type(env).__name__
         if name in instead:
             why = "keeps statistics, which evaluation and --resume would begin anew"
-            raise UserError(f"the wrapper {name} {why}: {instead[name]}")
+            raise UserError(f"the wrapper {name} {why}: use {instead[name]} instead")
         env = env.env
 
 
@@ -2004,6 +2017,14 @@ class CheckedEnvironment(Environment):
         if not math.isfinite(reward):
             raise BadAnswer(f"reward is {reward}")
 
+    def metrics(self, info):
+        try:
+            return super().metrics(info)
+        except (KeyError, TypeError, ValueError) as error:
+            names = list(self.spec.metrics)
+            reason = f"{type(error).__name__}: {error}"
+            raise BadAnswer(f"the last info does not hold {names} as numbers ({reason})") from None
+
     def write(self, rows, leaves):
         shapes = {key: np.shape(leaf) for key, leaf in leaves.items()}
         known = self.spec.obs_shapes
@@ -2283,8 +2304,9 @@ def start_from(policy, options):
     saved = load_checkpoint(options.init_from)["policy"]
     own = policy.state_dict()
     weights = dict(policy.named_parameters())
+    may_differ = "log_ent_coef", "critic.scale"
     fixed = {name for name in weights if not weights[name].requires_grad}
-    fixed -= {name for name in fixed if name.endswith(("log_ent_coef", "critic.scale"))}
+    fixed = {name for name in fixed if not name.endswith(may_differ)}
     new = {name for name in own if name not in saved or saved[name].shape != own[name].shape}
     if options.reset == "critic":
         new |= {name for name in own if name.startswith("critic.")}
@@ -2668,12 +2690,12 @@ def write_trace(file, steps, learning_sec):
 @torch.inference_mode()
 def evaluate(policy, spec, options, show=None):
     """Play --eval-episodes validation episodes. Returns their numbers, E x (return, length,
-    metrics). With --capture-video, one environment plays, and `show` gets its pictures.
+    metrics). With `show`, which gets the pictures (and --capture-video), one environment plays.
 
     Each environment plays its share, so that short episodes do not count more than long ones; for
     the same --num-envs and --eval-episodes they are the same for every policy.
     """
-    filmed = options.capture_video
+    filmed = show is not None
     num_envs = 1 if filmed else min(options.num_envs, options.eval_episodes)
     num_workers = min(count_workers(options, spec), num_envs)
     sizes = {"num_envs": num_envs, "num_workers": num_workers, "num_minibatches": 1}
@@ -2726,10 +2748,13 @@ def write_video(policy, spec, options, path):
     from PIL import Image
     from PIL.GifImagePlugin import getdata, getheader
 
+    sizes = []
     with open(path, "wb") as file:
 
         def show(frame_HWC):  # written at once: a thousand frames may be a gigabyte
-            picture = Image.fromarray(frame_HWC).quantize()
+            picture = Image.fromarray(frame_HWC)
+            sizes.append(picture.size)
+            picture = picture.resize(sizes[0]).quantize()
             if not file.tell():
                 header, _ = getheader(picture.copy(), info={"loop": 0})
                 file.write(b"".join(header))
@@ -2885,7 +2910,7 @@ def load(text):
         found = getattr(home, name) if hasattr(home, name) else gym.spec(name)
     except (Exception, SystemExit) as error:  # whatever the module's own code raises
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        advice = "" if module else ": of a package, it is package:Id-v0"
+        advice = "" if module else ": an environment of a package is named package:Id-v0"
         raise UserError(f"{text} cannot be found ({reason}){advice}") from None
     if not bracket:
         return found

@@ -71,7 +71,8 @@ class NeuralController(ver_ppo.Policy):
 
     @property
     def critic(self):
-        """The one that learns is the planner's; the agent's is among its weights."""
+        """The one that learns is the planner's. (The agent's values, which nobody uses, are made
+        by it, too.)"""
         return self.planner.critic
 
     def look(self, obs):

@@ -26,7 +26,7 @@ from pathlib import Path
 import matplotlib
 import matplotlib.pyplot as plt
 import numpy as np
-from results import ROOT, command_of, draw, dump, machine, ver_ppo
+from results import ROOT, draw, dump, machine, ver_ppo
 
 from notebooks.extensions.population import BOUNDS, Entry, evolve
 
@@ -66,7 +66,7 @@ def draw_rates(task, number):
 
 def run_alone(task, number):
     """Four runs on their own: what each came to."""
-    command = f"{command_of(task)} --eval-episodes 100"
+    command = f"{draw.load_result(task)['command']} --eval-episodes 100"
     with tempfile.TemporaryDirectory() as name:
         lines = []
         for k, rate in enumerate(draw_rates(task, number)):
@@ -78,7 +78,7 @@ def run_alone(task, number):
 def run_population(task, number):
     """One population: what each member came to, and their decisions."""
     interval = TASKS[task][2]
-    command = f"{command_of(task)} --eval-episodes 100"
+    command = f"{draw.load_result(task)['command']} --eval-episodes 100"
     command = command.replace("ver_ppo.py", "-m notebooks.extensions.population")
     with tempfile.TemporaryDirectory() as name:
         command += f" --population {name} --population-size {MEMBERS} --seed {number}"

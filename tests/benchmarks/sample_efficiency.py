@@ -38,7 +38,7 @@ COMMON = "--device cpu --learner-threads 1 --eval-episodes 0 --no-overlap"
 TASKS = {  # flags, what is read from the events, steps
     "CartPole-v1": (
         "--env-id uneven:UnevenCartPole-v0 --num-envs 8 --num-workers 4 --num-steps 32"
-        " --num-minibatches 1 --update-epochs 10 --norm-adv --vf-coef 0.01 --ent-coef 0"
+        " --num-minibatches 1 --update-epochs 10 --ent-coef 0"
         " --gamma 0.98 --gae-lambda 0.8",
         ("charts/episodic_return",),
         100_000,
