@@ -93,6 +93,13 @@ TASKS = {  # what it is, arguments, results to show; nearly all with no option b
         ("return",),
     ),
 }
+PACKAGES = {  # that a task needs beside requirements.txt
+    "lunarlander": "gymnasium[box2d]",
+    "hopper": "gymnasium[mujoco]",
+    "doorkey": "minigrid",
+    "repeat-previous": "popgym",
+    "position-only-cartpole": "popgym",
+}
 TAGS = (
     "charts/episodic_return",
     "charts/episodic_length",
@@ -217,7 +224,10 @@ def commands():
     for task in TASKS:
         found = draw.load_result(task)
         seeds = ", ".join(str(run["seed"]) for run in found["runs"])
-        lines.append(f"    {found['command']}  # --seed {seeds}")
+        words = f"--seed {seeds}"
+        if task in PACKAGES:
+            words = f"not run by the tests: pip install '{PACKAGES[task]}'; {words}"
+        lines.append(f"    {found['command']}  # {words}")
     return "\n".join(lines)
 
 
