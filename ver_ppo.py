@@ -2367,8 +2367,7 @@ class Run:
         self.step = 0
         self.update = 0
         self.recent = deque(maxlen=100)  # episode_stats of the last episodes
-        self.shares = deque(maxlen=100)  # of SHARES, in the last updates ...
-        self.cycle_sec = deque(maxlen=100)  # ... and how long these were
+        self.cycles = deque(maxlen=100)  # (seconds, SHARES) of the last updates
         self.learning_sec = {}  # number of threads -> what the last two updates took
         self.signal = None
         self.unsaved = None  # why the last checkpoint could not be written
@@ -2489,8 +2488,9 @@ class Run:
             if self.signal:  # it came in the last update
                 raise Interrupted(self.signal)
             self.save()
-            if self.shares:
-                means = np.average(self.shares, axis=0, weights=self.cycle_sec)
+            if self.cycles:
+                cycle_sec, shares = zip(*self.cycles)
+                means = np.average(shares, axis=0, weights=cycle_sec)
                 self.bar.write(what_limits(self.options, *means))
         except (Interrupted, EnvironmentFailure, FloatingPointError):
             self.save()
@@ -2517,8 +2517,8 @@ class Run:
     def log(self, rollout, logs):
         """Count an update and its steps, write what to log, and from time to time a checkpoint."""
         steps, logs, episodes = self.describe(rollout, logs)
-        self.shares.append([logs[f"time/{name}_share"] for name in SHARES])
-        self.cycle_sec.append(logs["time/cycle_sec"])
+        shares = [logs[f"time/{name}_share"] for name in SHARES]
+        self.cycles.append((logs["time/cycle_sec"], shares))
         self.write(steps, logs, episodes)
         if self.step - self.saved_step >= self.options.checkpoint_interval:
             self.save()
@@ -2690,7 +2690,7 @@ def write_trace(file, steps, learning_sec):
 @torch.inference_mode()
 def evaluate(policy, spec, options, show=None):
     """Play --eval-episodes validation episodes. Returns their numbers, E x (return, length,
-    metrics). With `show`, which gets the pictures (and --capture-video), one environment plays.
+    metrics). With `show`, which gets the pictures, one environment plays.
 
     Each environment plays its share, so that short episodes do not count more than long ones; for
     the same --num-envs and --eval-episodes they are the same for every policy.
@@ -2699,7 +2699,7 @@ def evaluate(policy, spec, options, show=None):
     num_envs = 1 if filmed else min(options.num_envs, options.eval_episodes)
     num_workers = min(count_workers(options, spec), num_envs)
     sizes = {"num_envs": num_envs, "num_workers": num_workers, "num_minibatches": 1}
-    options = replace(options, **sizes, seed=0, sampler="ver")
+    options = replace(options, **sizes, seed=0, sampler="ver", capture_video=filmed)
     share, rest = divmod(options.eval_episodes, num_envs)
     left_N = share + (np.arange(num_envs) < rest)
     io = EnvIO(spec, num_envs)
@@ -2730,7 +2730,7 @@ def report_evaluation(policy, spec, options, folder):
     """Evaluate, print mean +- standard error of every number, write the video if asked for.
     Returns the means to log."""
     began_at = time.perf_counter()
-    found = evaluate(policy, spec, replace(options, capture_video=False))
+    found = evaluate(policy, spec, options)
     sec = time.perf_counter() - began_at
     means = found.mean(axis=0)
     errors = found.std(axis=0, ddof=len(found) > 1) / math.sqrt(len(found))
@@ -2755,7 +2755,7 @@ def write_video(policy, spec, options, path):
             picture = Image.fromarray(frame_HWC)
             sizes.append(picture.size)
             picture = picture.resize(sizes[0]).quantize()
-            if not file.tell():
+            if len(sizes) == 1:
                 header, _ = getheader(picture.copy(), info={"loop": 0})
                 file.write(b"".join(header))
             file.write(b"".join(getdata(picture, duration=100, include_color_table=True)))

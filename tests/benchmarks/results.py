@@ -212,7 +212,9 @@ def table():
     rows = {}
     for row, task in enumerate(TASKS, 1):
         rows.setdefault(draw.load_result(task)["machine"], []).append(str(row))
-    machines = [f"{machine} (rows {', '.join(numbers)})" for machine, numbers in rows.items()]
+    machines = list(rows)
+    if len(rows) > 1:
+        machines = [f"{machine} (rows {', '.join(numbers)})" for machine, numbers in rows.items()]
     where = f"On {'; '.join(machines)}. 200 episodes for each seed"
     commands_are = "[these commands](notebooks/MANUAL.md#commands-of-the-first-table)"
     return "\n".join([*lines, "", f"{where}, by {commands_are}."])
