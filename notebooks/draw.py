@@ -61,6 +61,21 @@ def match(predicted, computed, tolerance=1e-6):
     assert same
 
 
+def check(answer, right, tolerance=1e-6):
+    """Whether the reader's answer to an exercise is right; `None` is not an answer yet. Raises
+    AssertionError if it is wrong."""
+    if answer is None:
+        print("exercise: no answer yet")
+        return
+    answer = np.asarray(answer)
+    right = np.asarray(right)
+    same = answer.shape == right.shape
+    same = same and np.allclose(answer, right, rtol=tolerance, atol=1e-6)
+    with np.printoptions(precision=4, suppress=True, threshold=12, edgeitems=4):
+        assert same, f"not yet: your answer is {answer}; think again, the solution is below"
+    print("exercise: right")
+
+
 def legend(axis, colors, **more):
     """What the colours mean: a dictionary from word to colour."""
     handles = [Patch(color=color, label=word) for word, color in colors.items()]
