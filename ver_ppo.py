@@ -1602,7 +1602,7 @@ def image_layout(space):
 class Images(nn.Module):
     """The images of one size (RGB and depth, say), stacked as B x channels x height x width. uint8
     is scaled to 0..1; where there is any, every channel is normalized by running statistics (DD-PPO
-    section 5), which are parameters without gradient: they travel with the weights."""
+    section 6), which are parameters without gradient: they travel with the weights."""
 
     def __init__(self, spaces):
         super().__init__()

@@ -9,6 +9,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import torch
 from matplotlib.patches import Patch, Rectangle
+from matplotlib.transforms import ScaledTranslation
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "notebooks" / "results"  # written by tests/benchmarks/results.py
@@ -105,6 +106,18 @@ def timeline(axis, num_envs, steps, phases, title, marks_in_flight=True):
     return names
 
 
+def lanes(axis, spans, title):
+    """Bars with a word in each: a dictionary from lane to its (begin, seconds, word, color)."""
+    for lane, bars in enumerate(spans.values()):
+        for begin, sec, word, color in bars:
+            axis.broken_barh([(begin, sec)], (lane - 0.4, 0.8), facecolor=color, edgecolor="white")
+            ink = "white" if color in (BLUE, GREEN, RED, DARK) else "black"
+            style = {"ha": "center", "va": "center", "fontsize": 8, "color": ink, "clip_on": True}
+            axis.text(begin + sec / 2, lane, word, **style)
+    axis.set(yticks=range(len(spans)), yticklabels=list(spans), ylim=(len(spans) - 0.5, -0.5))
+    axis.set_title(title, fontsize=10, loc="left")
+
+
 def step_times(num_envs, sigma_env, sigma_step, seed=9):
     """Seconds of 4,000 steps of each environment: log-normal with mean 1, their spread between and
     within environments."""
@@ -132,6 +145,90 @@ def compare_samplers(seconds_NK, num_steps, updates, inference_sec, learning_sec
         axis.set_xlabel("seconds" if axis is axes[-1] else "")
     handles = [Patch(color=color) for color in colors.values()]
     figure.legend(handles, list(colors), ncol=3, loc="outside lower center")
+    return figure
+
+
+def whole():
+    """The whole algorithm in one picture; the names in it are those of the functions."""
+    figure, axis = plt.subplots(figsize=(10, 5.4), layout="constrained")
+    axis.set(xlim=(0, 100), ylim=(0, 54), xticks=[], yticks=[])
+    axis.spines[:].set_visible(False)
+    colors = (BLUE, SKY, GREEN, PURPLE)  # of the environments
+
+    def title(x, y, what, functions=""):
+        axis.text(x, y, what, fontsize=11, weight="bold")
+        axis.text(x, y - 2.4, functions, fontsize=9, family="monospace", color=DARK)
+
+    def block(x, y, width, height, color, text=""):
+        axis.add_patch(Rectangle((x, y), width, height, facecolor=color, edgecolor="white"))
+        ink = "white" if color in (BLUE, GREEN, DARK) else "black"
+        style = {"ha": "center", "va": "center", "fontsize": 9, "color": ink}
+        axis.text(x + width / 2, y + height / 2, text, **style)
+
+    def words(x, y, text):
+        axis.text(x, y, text, fontsize=9, va="top")
+
+    def arrow(start, end, text="", place=(0, 0)):
+        style = {"arrowstyle": "-|>", "color": DARK, "lw": 1.5}
+        axis.annotate("", end, start, arrowprops=style)
+        mono = {"family": "monospace", "color": DARK}
+        axis.text(*place, text, fontsize=9, ha="center", va="center", **mono)
+
+    title(0, 51.5, "environments", "env_worker")
+    lengths = ((3, 2, 4, 3, 3), (6, 4, 5), (9, 7), (4, 11))  # of their steps: uneven
+    for env, (color, steps) in enumerate(zip(colors, lengths)):
+        x = 0.0
+        for length in steps:
+            block(x, 42 - 4 * env, length - 0.4, 3, color)
+            x += length
+    words(0, 29, "N simulators in processes;\nsteps take unequally long")
+
+    title(33, 51.5, "collector: pending steps", "collect_rollout")
+    names = ("obs", "action", "log π", "V", "version")
+    for column, name in enumerate(names):
+        axis.text(35.5 + 5 * column, 46, name, fontsize=8, ha="center")
+    kinds = (ORANGE, ORANGE, "#DDDDDD", ORANGE)
+    for env, (color, kind) in enumerate(zip(colors, kinds)):
+        block(31.4, 42 - 4 * env, 1.2, 3, color)
+        for column in range(len(names)):
+            block(33 + 5 * column, 42 - 4 * env, 4.8, 3, kind)
+    axis.text(58.5, 43.5, "in flight", fontsize=9, va="center")
+    axis.text(58.5, 35.5, "idle", fontsize=9, va="center")
+    words(33, 29, "one row for each environment:\nwhat is known when its action is chosen")
+
+    title(74, 51.5, "rollout", "check_rollout")
+    order = (0, 3, 0, 1, 0, 2, 1, 0, 3, 1, 2, 0)  # environments, as their steps were completed
+    for index, env in enumerate(order):
+        block(74 + 4 * (index % 6), 41.5 - 4 * (index // 6), 3.8, 3.6, colors[env], str(index))
+    words(74, 36, "exactly S = T·N complete steps,\nmore of the faster environments")
+
+    title(74, 21.5, "returns", "compute_advantages")
+    words(74, 17, "GAE, up to the end of an episode\nor on with the bootstrap value;\nV-trace where data are older")
+
+    title(42, 21.5, "sequences, mini-batches", "find_sequences  cut_minibatches  pack")
+    pieces = (((2, 2), (0, 4)), ((0, 1), (1, 3), (3, 2)))  # (environment, steps): two mini-batches
+    for row, sequences in enumerate(pieces):
+        x = 42
+        for env, length in sequences:
+            for step in range(length):
+                block(x + 2.6 * step, 12.4 - 4 * row, 2.4, 3, colors[env])
+            x += 2.6 * length + 0.8
+    words(42, 6.6, "sequence: steps of one environment\nand episode; shuffled, end to end, and\ncut into equal mini-batches")
+
+    title(3, 21.5, "learning", "ppo_update  ppo_loss")
+    block(3, 10, 24, 6.5, DARK, "encoder → LSTM → π, V")
+    words(3, 8.6, "many GPUs: gradients averaged over\nranks; slow ranks are preempted")
+    functions = "Ranks.average  optimal_preemption"
+    axis.text(3, 2, functions, fontsize=9, family="monospace", color=DARK)
+
+    arrow((19, 44), (31, 44), "await_answers", (24.8, 45.6))
+    arrow((31, 31.5), (19, 31.5), "act", (24.8, 33.1))
+    arrow((59, 39.3), (73, 39.3), "complete_steps", (66, 41))
+    arrow((86, 30.5), (86, 24.5))
+    arrow((73, 13.5), (64, 13.5))
+    arrow((41, 13.5), (28, 13.5), "make_batch", (34.5, 15.1))
+    arrow((24.8, 17), (24.8, 30.5))
+    axis.text(25.6, 25, "new\nweights", fontsize=9, va="center")
     return figure
 
 
@@ -244,43 +341,93 @@ def schedules(axis, decisions, name):
     axis.set(yscale="log", xlabel="steps", ylabel=name)
 
 
+def number_lanes(axis):
+    """In a `family_tree`, what the colours say, for who sees none: wherever a lane's colour begins,
+    the number of the member that it stands for."""
+    lanes = [line for line in axis.lines if line.get_color() in COLORS]
+    named = {}  # lane -> whose colour is the last one
+    for line in lanes:
+        whose = COLORS.index(line.get_color())
+        begin = line.get_xdata()[0]
+        lane = line.get_ydata()[0]
+        if named.get(lane) != whose:
+            beside = {"xytext": (1, 4), "textcoords": "offset points", "fontsize": 8}
+            axis.annotate(str(whose), (begin, lane), **beside)
+        named[lane] = whose
+
+
+def style_curves(axis):
+    """In a picture of members' curves, the same: each colour has a line style and a marker, and is
+    shifted by a point or two, so that equal curves lie side by side."""
+    looks = (("-", "o"), ("--", "s"), ("-.", "^"), (":", "D"))
+    for line in axis.lines:
+        if line.get_color() not in COLORS:
+            continue
+        member = COLORS.index(line.get_color())
+        style, marker = looks[member % len(looks)]
+        every = 1 + len(line.get_xdata()) // 6
+        line.set(linestyle=style, marker=marker, markersize=4, markevery=(member % every, every))
+        shift = ScaledTranslation(0, (1 - member) / 48, axis.figure.dpi_scale_trans)
+        line.set_transform(line.get_transform() + shift)
+
+
 # --------------------------------------------------------------------------------------- PointNav
 
 
 def flat(axis, boxes_K4, num_walls, size):
-    """Walls and furniture of a floor plan."""
-    for box, (x0, y0, x1, y1) in enumerate(boxes_K4):
+    """Walls and furniture of a floor plan, and below it a bar of 1 m."""
+    width, depth = size
+    edge_4 = np.array([width, depth, width, depth]) + 0.1  # of the outer walls, a strip is drawn
+    for box, (x0, y0, x1, y1) in enumerate(np.clip(boxes_K4, -0.1, edge_4)):
         color = DARK if box < num_walls else "#B0B0B0"
         axis.add_patch(Rectangle((x0, y0), x1 - x0, y1 - y0, color=color, lw=0))
-    width, depth = size
-    axis.set(xlim=(-0.1, width + 0.1), ylim=(-0.1, depth + 0.1), aspect="equal")
+    axis.plot([0, 1], [-0.5, -0.5], color="black", lw=3, solid_capstyle="butt")
+    axis.text(1.15, -0.5, "1 m", va="center", fontsize=9)
+    axis.set(xlim=(-0.1, width + 0.1), ylim=(-0.9, depth + 0.1), aspect="equal")
     axis.set(xticks=[], yticks=[])
+    axis.spines[:].set_visible(False)
 
 
 def chain_view(axis, found):
-    """One whole chain from above: the way of each skill, where the object lay (ring) and where it
-    belongs (square)."""
+    """One whole chain from above: the way of each skill, with its number where it begins, where the
+    object lay (ring) and where it belongs (square)."""
+    looks = {"navigate": (BLUE, "-"), "pick": (ORANGE, "o-"), "place": (PURPLE, "^-")}
     flat(axis, found["boxes"], found["walls"], found["size"])
-    for number, (name, path) in enumerate(found["stages"]):
-        color = {"navigate": SKY, "pick": ORANGE, "place": PURPLE}[name]
-        x, y = np.array(path).T
-        line = "o-" if len(path) < 20 else "-"
-        axis.plot(x, y, line, color=color, ms=3, lw=2, label=f"{number + 1} {name}")
-    axis.plot(*found["object"], "o", mfc="none", mec=RED, ms=9, mew=2)
-    axis.plot(*found["place"], "s", mfc="none", mec=RED, ms=9, mew=2)
+    for number, (name, path) in enumerate(found["stages"], 1):
+        color, line = looks[name]
+        axis.plot(*np.array(path).T, line, color=color, ms=4, lw=2, label=f"{number} {name}")
+        beside = {"xytext": (-9, 4), "textcoords": "offset points", "fontsize": 9}
+        axis.annotate(str(number), path[0], **beside)
+    axis.plot(*found["object"], "o", mfc="none", mec="black", ms=10, mew=1.5)
+    axis.plot(*found["place"], "s", mfc="none", mec="black", ms=10, mew=1.5)
     axis.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
 
 
 def plan_view(axis, env):
-    """A floor plan from above: the shortest path from the start, the path that was walked, and
-    where it ended; around the goal a circle of 0.2 m."""
+    """A floor plan from above: the shortest path from the start (broad and light), the path that was
+    walked (thin and dark, from the dot to the cross); around the goal a circle of 0.2 m."""
     start = env.path[0]
     end = env.path[-1]
     flat(axis, env.plan.boxes_K4, env.plan.num_walls, env.plan.size)
     env.position = start
-    axis.plot(*np.array(env.shortest_path()).T, color=GREEN, lw=3, alpha=0.6)
+    axis.plot(*np.array(env.shortest_path()).T, color=SKY, lw=5, solid_capstyle="round")
     env.position = end
     axis.plot(*np.array(env.path).T, color=BLUE, lw=1.5)
     axis.add_patch(plt.Circle(env.goal, SUCCESS_M, fill=False, edgecolor="black", lw=1))
     axis.plot(*start, "o", color=BLUE, ms=6)
-    axis.plot(*end, "x", color=RED, ms=8, mew=2)
+    axis.plot(*end, "x", color="black", ms=8, mew=2)
+
+
+def moment(eye, plan, env, depth_HW1, heading):
+    """One moment of an episode: what the agent's camera sees (near is dark), and from above its way
+    so far and where it looks."""
+    for axis in (eye, plan):
+        axis.clear()
+    eye.imshow(depth_HW1[..., 0] ** 0.5, cmap="gray", vmin=0, vmax=1)
+    eye.set(xticks=[], yticks=[], title="what it sees: depth")
+    plan_view(plan, env)
+    position = env.path[-1]
+    for turn in (-np.pi / 4, np.pi / 4):
+        way = 0.8 * np.array([np.cos(heading + turn), np.sin(heading + turn)])
+        plan.plot(*np.array([position, position + way]).T, color=ORANGE, lw=2)
+    plan.set_title("where it is: unknown to it")

@@ -12,6 +12,7 @@ from gymnasium.utils.env_checker import check_env
 import tests.envs as envs
 import ver_ppo
 from notebooks.environments import pointnav
+from notebooks.extensions import wrappers
 from tests.test_run import one_line, run_folders, small
 
 STOP, FORWARD, LEFT, RIGHT = range(4)
@@ -363,3 +364,30 @@ def test_bad_latency(tmp_path, capsys, words):
     args = small(tmp_path, "--env-id", "tests.envs:Count-v0", "--wrappers", f"{LATENCY}({words})")
     one_line(capsys, args, words.split("=")[0])
     assert run_folders(tmp_path) == []
+
+
+def test_resize():
+    """Each pixel is the mean of those that it covers; what is no image stays."""
+    frames = gym.spaces.Box(0, 255, (12, 20, 3), np.uint8)
+    space = gym.spaces.Dict({"rgb": frames, "goal": gym.spaces.Box(-1, 1, (2,))})
+    env = gym.Env()
+    env.observation_space = space
+    resized = wrappers.Resize(env, height=6, width=10)
+    observation = space.sample()
+    shown = resized.observation(observation)
+    means = observation["rgb"].reshape(6, 2, 10, 2, 3).mean(axis=(1, 3))
+    assert shown in resized.observation_space
+    assert np.abs(shown["rgb"] - means).max() <= 0.5
+    assert (shown["goal"] == observation["goal"]).all()
+
+
+def test_hide():
+    """The hidden numbers are 0, the others as they were; and it can be made anew from its spec."""
+    hidden = "notebooks.extensions.wrappers:Hide(indices=(1, 3))"
+    options = ver_ppo.Options(env_id="CartPole-v1", wrappers=(hidden,))
+    plain = gym.make("CartPole-v1")
+    for env in (ver_ppo.make_env(options), gym.make(ver_ppo.make_env(options).spec)):
+        whole, _ = plain.reset(seed=3)
+        observation, _ = env.reset(seed=3)
+        assert observation.tolist() == [whole[0], 0, whole[2], 0]
+        assert observation in env.observation_space

@@ -1,6 +1,7 @@
 """What the README and the manual say is so: links lead somewhere, commands run, the first table comes from the result files,
 the glossary names every metric, the example learns."""
 
+import os
 import re
 import shlex
 import subprocess
@@ -139,11 +140,24 @@ def test_metrics_glossary(tmp_path):
 
 def test_own_environment(tmp_path, monkeypatch):
     """The README's example works by the command below it, and learns."""
-    (tmp_path / "corridor.py").write_text(re.search(r"```python\n(.*?)```", README, re.S)[1])
+    (tmp_path / "corridor.py").write_text(re.search(r"```python\n(import gym.*?)```", README, re.S)[1])
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
     assert ver_ppo.main(arguments(next(command for command in RUN if "corridor:" in command))) == 0
     assert read_events(tmp_path / "runs").Scalars("eval/arrived")[-1].value > 0.9
+
+
+def test_as_a_library(tmp_path):
+    """The README's lines train, load what they have trained, and act, in a file of their own."""
+    text = re.search(r"```python\n(from notebooks.*?)```", README, re.S)[1]
+    assert "total_timesteps=50_000" in text
+    small = 'total_timesteps=512, num_steps=16, num_workers=0, overlap=False, device="cpu", eval_episodes=2'
+    (tmp_path / "use.py").write_text(text.replace("total_timesteps=50_000", small))
+    more = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "use.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=more, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip().splitlines()[-1] == "1.0", done.stdout  # CartPole's reward
 
 
 def test_own_core(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 from dataclasses import fields
 from pathlib import Path
 
+import numpy as np
 import torch
 
 import ver_ppo
@@ -41,6 +42,22 @@ class Skill:
         self.action = distribution.sample()
         self.first = torch.tensor([False])
         return self.action[0].numpy()
+
+
+class Agent(Skill):
+    """A policy in the environment that it has learned in, of any kind: takes observations as they
+    come, and gives actions as that environment wants them. `spec` is what `describe_env` says of
+    it."""
+
+    def __init__(self, policy, spec):
+        super().__init__(policy)
+        self.spec = spec
+
+    def act(self, observation):
+        leaves = self.spec.leaves(observation)
+        kinds = {key: kind for key, kind, _ in self.spec.obs_fields}
+        rows = {key: np.asarray(leaves[key], kind) for key, kind in kinds.items()}
+        return ver_ppo.to_env_action(self.spec.action, super().act(rows))
 
 
 def play(policy, env, seed):

@@ -1,9 +1,10 @@
-"""Wrappers for --wrappers: emulated simulator time, actions that arrive one step late, and smaller
-images.
+"""Wrappers for --wrappers: emulated simulator time, actions that arrive one step late, smaller
+images, and observations of which a part is hidden.
 
     python ver_ppo.py --wrappers "notebooks.extensions.wrappers:Latency(mean_ms=20, spread=0.8)"
     python ver_ppo.py --wrappers notebooks.extensions.wrappers:ActionDelay
     python ver_ppo.py --wrappers "notebooks.extensions.wrappers:Resize(height=84, width=84)"
+    python ver_ppo.py --wrappers "notebooks.extensions.wrappers:Hide(indices=(1, 3))"
 
 Like Gymnasium's own, they record their arguments, so that `gymnasium.make(env.spec)` makes a
 wrapped environment anew.
@@ -129,3 +130,18 @@ class Resize(gym.ObservationWrapper, RecordConstructorArgs):
         if space.dtype == np.uint8:
             image = image.round()
         return image.numpy().astype(space.dtype)
+
+
+class Hide(gym.ObservationWrapper, RecordConstructorArgs):
+    """The numbers at these indices of a vector observation are always 0, such as the velocities of
+    CartPole, 1 and 3: without them, the task needs a memory."""
+
+    def __init__(self, env, indices):
+        RecordConstructorArgs.__init__(self, indices=indices)
+        gym.ObservationWrapper.__init__(self, env)
+        space = env.observation_space
+        self.shown = np.ones(space.shape, space.dtype)
+        self.shown[list(indices)] = 0
+
+    def observation(self, observation):
+        return observation * self.shown

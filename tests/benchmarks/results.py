@@ -5,7 +5,8 @@ from them.
     python tests/benchmarks/results.py train memory --seeds 1    one of them
     python tests/benchmarks/results.py table              prints the table of README.md
     python tests/benchmarks/results.py commands           prints its commands, for the manual
-    python tests/benchmarks/results.py pictures           draws timeline.png and pointnav.png
+    python tests/benchmarks/results.py pictures           draws whole.png, timeline.png, pointnav.png
+    python tests/benchmarks/results.py film RUN           draws agent.gif: what a trained agent does
 
 A run is the command line in its file, notebooks/results/TASK.json, which also says on what machine
 it ran, how long it took, what its evaluation printed, and its curves; PointNav's also the 300
@@ -15,6 +16,7 @@ Pictures are in notebooks/pictures, the manual is notebooks/MANUAL.md.
 """
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -27,8 +29,10 @@ import time
 from pathlib import Path
 
 import matplotlib
+import matplotlib.pyplot as plt
 import numpy as np
 import torch
+from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -91,6 +95,41 @@ TASKS = {  # what it is, arguments, results to show; nearly all with no option b
         "the same without the LSTM (chance: 0.5)",
         f"{CUE} --lstm-layers 0",
         ("return",),
+    ),
+}
+HIDE = "notebooks.extensions.wrappers:Hide"
+MORE_EPOCHS = "--update-epochs 10 --num-steps 64"
+GRU = "GRU [1], 4 M"
+PUBLISHED = {  # task: what it is, arguments, what was published
+    "autoencode": (
+        "`popgym-AutoencodeEasy-v0`, 1 M",
+        "popgym:popgym-AutoencodeEasy-v0 --total-timesteps 1000000",
+        f"−0.469 ({GRU})",
+    ),
+    "count-recall": (
+        "`popgym-CountRecallEasy-v0`, 1 M",
+        "popgym:popgym-CountRecallEasy-v0 --total-timesteps 1000000",
+        f"−0.835 ({GRU})",
+    ),
+    "repeat-first": (
+        "`popgym-RepeatFirstEasy-v0`, 1 M",
+        "popgym:popgym-RepeatFirstEasy-v0 --total-timesteps 1000000",
+        f"0.811 ({GRU})",
+    ),
+    "repeat-previous-1m": (
+        "`popgym-RepeatPreviousEasy-v0`, 1 M",
+        "popgym:popgym-RepeatPreviousEasy-v0 --total-timesteps 1000000",
+        f"0.744 ({GRU})",
+    ),
+    "noisy-pendulum": (
+        "`popgym-NoisyPositionOnlyPendulumEasy-v0`, 1 M",
+        "popgym:popgym-NoisyPositionOnlyPendulumEasy-v0 --total-timesteps 1000000",
+        f"0.311 ({GRU})",
+    ),
+    "higher-lower": (
+        "`popgym-HigherLowerEasy-v0`, 1 M",
+        "popgym:popgym-HigherLowerEasy-v0 --total-timesteps 1000000",
+        f"0.495 ({GRU})",
     ),
 }
 PACKAGES = {  # that a task needs beside requirements.txt
@@ -234,8 +273,8 @@ def commands():
 
 
 def pictures():
-    """What the samplers do with the same steps; and success and SPL of pointnav, with the camera
-    and without."""
+    """The whole algorithm; what the samplers do with the same steps; and success and SPL of
+    pointnav, with the camera and without."""
     matplotlib.use("Agg")
     draw.setup()
     folder = ROOT / "notebooks" / "pictures"
@@ -243,22 +282,55 @@ def pictures():
     costs = {"inference_sec": 0.05, "learning_sec": 3.0}
     timeline = draw.compare_samplers(seconds_NK, 8, 3, **costs, height=6.0)
     timeline.savefig(folder / "timeline.png", dpi=90)
+    draw.whole().savefig(folder / "whole.png", dpi=90)
     tasks = {"depth camera": "pointnav", "blind": "pointnav-blind"}
     results = {label: draw.load_result(task) for label, task in tasks.items()}
     draw.learning_curves(results).savefig(folder / "pointnav.png", dpi=100)
+
+
+def film(run):
+    """Three far goals of validation episodes, reached by the agent of this run folder: its camera,
+    and its way on the floor plan, at every third step."""
+    matplotlib.use("Agg")
+    draw.setup()
+    policy, options = play.load_policy(run)
+    env = ver_ppo.make_env(options, "val").unwrapped
+    figure, (eye, plan) = plt.subplots(1, 2, figsize=(6.4, 3.2), layout="constrained")
+    frames = []
+    found = 0
+    for number in itertools.count():
+        moments = []  # of an episode: what the agent sees, the heading, the path so far
+        for one in play.play(policy, env, ver_ppo.derive_seed(1, 1, 0, number)):
+            moments.append((one.observe()["depth"], one.heading, len(one.path)))
+        if not env.info["success"] or env.start_geodesic < 7:
+            continue
+        path = env.path
+        for depth, heading, length in [*moments[::3], *[moments[-1]] * 6]:
+            env.path = path[:length]
+            draw.moment(eye, plan, env, depth, heading)
+            figure.canvas.draw()
+            picture = Image.fromarray(np.asarray(figure.canvas.buffer_rgba())).convert("RGB")
+            frames.append(picture.quantize(128, Image.Quantize.MAXCOVERAGE))
+        found += 1
+        if found == 3:
+            break
+    more = {"save_all": True, "append_images": frames[1:], "duration": 100, "loop": 0}
+    frames[0].save(ROOT / "notebooks" / "pictures" / "agent.gif", optimize=True, **more)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("train", "table", "commands", "pictures"))
-    parser.add_argument("tasks", nargs="*", default=[], choices=[[], *TASKS])
+    parser.add_argument("what", choices=("train", "table", "commands", "pictures", "film"))
+    parser.add_argument("tasks", nargs="*", help="tasks to train (all), or the run to film")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     arguments = parser.parse_args()
     if arguments.what == "train":
         train_all(arguments.tasks or TASKS, arguments.seeds)
-    elif arguments.what in ("table", "commands"):
-        print({"table": table, "commands": commands}[arguments.what]())
-    else:
+    elif arguments.what == "film":
+        film(*arguments.tasks)
+    elif arguments.what == "pictures":
         pictures()
+    else:
+        print({"table": table, "commands": commands}[arguments.what]())
