@@ -27,6 +27,13 @@ SKY = "#56B4E9"
 GREY = "#8C8C8C"
 DARK = "#444444"
 COLORS = (BLUE, ORANGE, GREEN, RED, PURPLE, SKY)
+TRAINERS = {  # of tests/benchmarks/peers.py
+    "ver": "ver_ppo.py",
+    "sample_factory": "Sample Factory 2.1.1",
+    "sb3": "RecurrentPPO, sb3-contrib 2.9.2",
+    "habitat_ver": "VER of habitat-baselines 0.3.3",
+    "habitat_ddppo": "DD-PPO of habitat-baselines 0.3.3",
+}
 SAMPLERS = {"sync": GREY, "nover": ORANGE, "ver": BLUE, "async": PURPLE}
 
 
@@ -268,6 +275,21 @@ def curves(result, tag):
     return steps_X, np.stack([np.interp(steps_X, *curve) for curve in found])
 
 
+def trainer_bars(sps):
+    """Steps per second of trainers, median and range of the rounds: (trainer, variant) -> list."""
+    figure, axis = plt.subplots(figsize=(9, 0.5 * len(sps) + 0.8), layout="constrained")
+    for row, ((trainer, variant), rates) in enumerate(sps.items()):
+        median = np.median(rates)
+        spread = [[median - min(rates)], [max(rates) - median]]
+        color = BLUE if trainer == "ver" else GREY
+        axis.barh(row, median, 0.7, color=color, xerr=spread, capsize=3)
+        axis.text(max(rates), row, f"  {median:,.0f}", va="center")
+    names = [f"{TRAINERS[trainer]}, {variant}" for trainer, variant in sps]
+    axis.set(yticks=range(len(sps)), yticklabels=names, xlabel="steps per second")
+    axis.invert_yaxis()
+    return figure
+
+
 def learning_curves(results):
     """Success and SPL of tasks over their steps: a dictionary from label to what `load_result`
     gives."""
@@ -396,8 +418,8 @@ def chain_view(axis, found):
     for number, (name, path) in enumerate(found["stages"], 1):
         color, line = looks[name]
         axis.plot(*np.array(path).T, line, color=color, ms=4, lw=2, label=f"{number} {name}")
-        beside = {"xytext": (-9, 4), "textcoords": "offset points", "fontsize": 9}
-        axis.annotate(str(number), path[0], **beside)
+        beside = {"xytext": (-10, 4) if number % 2 else (5, -10), "textcoords": "offset points"}
+        axis.annotate(str(number), path[0], fontsize=9, **beside)
     axis.plot(*found["object"], "o", mfc="none", mec="black", ms=10, mew=1.5)
     axis.plot(*found["place"], "s", mfc="none", mec="black", ms=10, mew=1.5)
     axis.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
