@@ -1,10 +1,9 @@
-"""What ver_ppo.py learns: trains, keeps what came out in small files, and makes the README's table
-from them.
+"""What ver_ppo.py learns: trains, and keeps what came out in small files. all.py makes the tables of
+README.md and the manual from them.
 
     python tests/benchmarks/results.py train              every task below; two hours on two cores
     python tests/benchmarks/results.py train memory --seeds 1    one of them
-    python tests/benchmarks/results.py table              prints the table of README.md
-    python tests/benchmarks/results.py commands           prints its commands, for the manual
+    python tests/benchmarks/results.py train published    all that others have published figures of
     python tests/benchmarks/results.py pictures           draws whole.png, timeline.png, pointnav.png
     python tests/benchmarks/results.py film RUN           draws agent.gif: what a trained agent does
 
@@ -98,38 +97,56 @@ TASKS = {  # what it is, arguments, results to show; nearly all with no option b
     ),
 }
 HIDE = "notebooks.extensions.wrappers:Hide"
-MORE_EPOCHS = "--update-epochs 10 --num-steps 64"
-GRU = "GRU [1], 4 M"
+EPOCHS = "--update-epochs 10 --num-steps 64"
+HIDDEN_PENDULUM = f"{EPOCHS} --gamma 0.9 --learning-rate 1e-3 --ent-coef 0"
+GRU = {  # of POPGym's easy tasks, after 4 M steps
+    "Autoencode": "−0.469",
+    "CountRecall": "−0.835",
+    "HigherLower": "0.495",
+    "NoisyPositionOnlyPendulum": "0.311",
+    "RepeatFirst": "0.811",
+    "RepeatPrevious": "0.744",
+}
 PUBLISHED = {  # task: what it is, arguments, what was published
-    "autoencode": (
-        "`popgym-AutoencodeEasy-v0`, 1 M",
-        "popgym:popgym-AutoencodeEasy-v0 --total-timesteps 1000000",
-        f"−0.469 ({GRU})",
+    f"popgym-{name}": (
+        f"`popgym-{name}Easy-v0`, 1 M",
+        f"popgym:popgym-{name}Easy-v0 --total-timesteps 1000000",
+        f"{value} [1], 4 M",
+    )
+    for name, value in GRU.items()
+} | {
+    "cartpole-hidden": (
+        "`CartPole-v1` without velocities, 100 k",
+        f"CartPole-v1 --total-timesteps 100000 {EPOCHS} --wrappers '{HIDE}(indices=(1, 3))'",
+        "500 ± 0 [2], 100 k",
     ),
-    "count-recall": (
-        "`popgym-CountRecallEasy-v0`, 1 M",
-        "popgym:popgym-CountRecallEasy-v0 --total-timesteps 1000000",
-        f"−0.835 ({GRU})",
+    "pendulum-hidden": (
+        "`Pendulum-v1` without velocity, 300 k",
+        f"Pendulum-v1 --total-timesteps 300000 {HIDDEN_PENDULUM} --wrappers '{HIDE}(indices=(2,))'",
+        "−218 ± 140 [2], 100 k",
     ),
-    "repeat-first": (
-        "`popgym-RepeatFirstEasy-v0`, 1 M",
-        "popgym:popgym-RepeatFirstEasy-v0 --total-timesteps 1000000",
-        f"0.811 ({GRU})",
+    "cartpole": ("`CartPole-v1`, 150 k", TASKS["cartpole"][1], "500 ± 0 [2], PPO, 100 k"),
+    "acrobot": ("`Acrobot-v1`, 200 k", TASKS["acrobot"][1], "−74 ± 18 [2], PPO, 1 M"),
+    "pendulum": ("`Pendulum-v1`, 300 k", TASKS["pendulum"][1], "−172 ± 104 [2], PPO, 100 k"),
+    "lunarlander-1m": (
+        "`LunarLander-v3`, 1 M",
+        "LunarLander-v3 --total-timesteps 1000000",
+        "242 ± 32 [2], PPO, version 2, 1 M",
     ),
-    "repeat-previous-1m": (
-        "`popgym-RepeatPreviousEasy-v0`, 1 M",
-        "popgym:popgym-RepeatPreviousEasy-v0 --total-timesteps 1000000",
-        f"0.744 ({GRU})",
+    "doorkey": (
+        "`MiniGrid-DoorKey-5x5-v0`, 300 k",
+        TASKS["doorkey"][1],
+        "0.964 ± 0.006 [2], PPO, 100 k",
     ),
-    "noisy-pendulum": (
-        "`popgym-NoisyPositionOnlyPendulumEasy-v0`, 1 M",
-        "popgym:popgym-NoisyPositionOnlyPendulumEasy-v0 --total-timesteps 1000000",
-        f"0.311 ({GRU})",
+    "hopper-1m": (
+        "`Hopper-v5`, 1 M",
+        "Hopper-v5 --total-timesteps 1000000",
+        "2,383 ± 272 [3], 1 M",
     ),
-    "higher-lower": (
-        "`popgym-HigherLowerEasy-v0`, 1 M",
-        "popgym:popgym-HigherLowerEasy-v0 --total-timesteps 1000000",
-        f"0.495 ({GRU})",
+    "halfcheetah-1m": (
+        "`HalfCheetah-v5`, 1 M",
+        "HalfCheetah-v5 --total-timesteps 1000000",
+        "1,443 ± 46 [3], 1 M",
     ),
 }
 PACKAGES = {  # that a task needs beside requirements.txt
@@ -152,7 +169,7 @@ EPISODES = 300
 
 def command_of(task):
     """The command line, without the seed."""
-    _, arguments, _ = TASKS[task]
+    _, arguments, _ = (TASKS | PUBLISHED)[task]
     return f"python ver_ppo.py --env-id {arguments}"
 
 
@@ -219,12 +236,24 @@ def machine():
     return f"{len(os.sched_getaffinity(0))} cores of {model}, torch {torch.__version__}"
 
 
+def where_and_when():
+    """Of which code, when, and on what."""
+    git = ["git", "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=True)
+    return {
+        "commit": commit.stdout.strip(),
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": machine(),
+        "python": platform.python_version(),
+    }
+
+
 def train_all(tasks, seeds):
     """Train and write one file for each task."""
     draw.RESULTS.mkdir(exist_ok=True)
     for task in tasks:
         runs = [train(task, seed) for seed in seeds]
-        result = {"task": task, "command": command_of(task), "machine": machine(), "runs": runs}
+        result = {"task": task, "command": command_of(task), **where_and_when(), "runs": runs}
         (draw.RESULTS / f"{task}.json").write_text(dump(result) + "\n")
         print(task, *(run["evaluation"] for run in runs), sep="\n  ", flush=True)
 
@@ -235,19 +264,25 @@ def dump(result):
     return re.sub(r"\[[^][{}]*\]", lambda found: " ".join(found[0].split()), text)
 
 
-def table():
-    """The README's table: mean and range over the seeds of what each one's evaluation found."""
+def found_cells(task, names):
+    """Mean and range over the seeds of what each one's evaluation found, under these names."""
+    runs = draw.load_result(task)["runs"]
+    cells = []
+    for name in names:
+        values = [run["evaluation"][name][0] for run in runs]
+        digits = 0 if abs(values[0]) > 20 else 3
+        numbers = np.mean(values), min(values), max(values)
+        mean, low, high = (f"{number:.{digits}f}".replace("-", "−") for number in numbers)
+        cells.append(f"{name.replace('spl', 'SPL')} {mean} ({low} to {high})")
+    return len(runs), ", ".join(cells)
+
+
+def learned_table():
+    """The README's table."""
     lines = ["| task | seeds | evaluation: mean (lowest to highest) |", "|---|---|---|"]
     for task, (words, _, names) in TASKS.items():
-        runs = draw.load_result(task)["runs"]
-        cells = []
-        for name in names:
-            values = [run["evaluation"][name][0] for run in runs]
-            digits = 0 if abs(values[0]) > 20 else 3
-            numbers = np.mean(values), min(values), max(values)
-            mean, low, high = (f"{number:.{digits}f}".replace("-", "−") for number in numbers)
-            cells.append(f"{name.replace('spl', 'SPL')} {mean} ({low} to {high})")
-        lines.append(f"| {words} | {len(runs)} | {', '.join(cells)} |")
+        seeds, cells = found_cells(task, names)
+        lines.append(f"| {words} | {seeds} | {cells} |")
     rows = {}
     for row, task in enumerate(TASKS, 1):
         rows.setdefault(draw.load_result(task)["machine"], []).append(str(row))
@@ -257,6 +292,18 @@ def table():
     where = f"On {'; '.join(machines)}. 200 episodes for each seed"
     commands_are = "[these commands](notebooks/MANUAL.md#commands-of-the-first-table)"
     return "\n".join([*lines, "", f"{where}, by {commands_are}."])
+
+
+def published_table():
+    """The manual's table: what others have published, beside what was measured here."""
+    lines = ["| task, steps | options | seeds | evaluation | published |", "|---|---|---|---|---|"]
+    for task, (words, arguments, published) in PUBLISHED.items():
+        seeds, cells = found_cells(task, ("return",))
+        options = arguments.split(maxsplit=3)[3:]  # after the environment and the steps
+        options = f"`{options[0]}`" if options else ""
+        cells = cells.removeprefix("return ")
+        lines.append(f"| {words} | {options} | {seeds} | {cells} | {published} |")
+    return "\n".join(lines)
 
 
 def commands():
@@ -322,15 +369,15 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("train", "table", "commands", "pictures", "film"))
-    parser.add_argument("tasks", nargs="*", help="tasks to train (all), or the run to film")
+    parser.add_argument("what", choices=("train", "pictures", "film"))
+    parser.add_argument("names", nargs="*", help="what to train (README's tasks), or a run to film")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     arguments = parser.parse_args()
     if arguments.what == "train":
-        train_all(arguments.tasks or TASKS, arguments.seeds)
+        groups = {"published": list(PUBLISHED)}
+        names = [name for given in arguments.names for name in groups.get(given, [given])]
+        train_all(names or TASKS, arguments.seeds)
     elif arguments.what == "film":
-        film(*arguments.tasks)
-    elif arguments.what == "pictures":
-        pictures()
+        film(*arguments.names)
     else:
-        print({"table": table, "commands": commands}[arguments.what]())
+        pictures()

@@ -8,7 +8,7 @@ run: simulators that sleep 100 ms a step on average (log-normal, sigma 0.4) in s
 some slower than others (sigma 0.5 between scenes: Scenes of uneven.py), and a network so small that
 two cores are not the limit; so a few cores stand for many machines. A round is every mode with
 every number of ranks. Prints steps per second of all ranks from the third update on, and their
-ratio to one rank in the same mode.
+ratio to one rank in the same mode. (Both end with a line of JSON.)
 
 simulate: no processes, no time. Every environment is a stream of step times; when a rollout ends is
 decided by the functions that ver_multigpu.py decides by, from the step times of the rollout before.
@@ -175,13 +175,11 @@ def main():
     parser.add_argument("--learning-sec", type=float, default=20.0, help=mean)
     parser.add_argument("--timeout", type=float, default=600)
     parser.add_argument("--picture")
-    parser.add_argument("--json")
     args = parser.parse_args()
     results = run_all(args) if args.what == "run" else simulate_all(args)
     if args.picture:
         draw_scaling(results, args.picture)
-    if args.json:
-        Path(args.json).write_text(json.dumps(results, indent=1))
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":
