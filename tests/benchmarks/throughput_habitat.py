@@ -1,7 +1,7 @@
 """Training speed in Habitat, beside habitat-baselines' own VER trainer: same scene, sizes and
 settings, in turns.
 
-    python tests/benchmarks/habitat.py --data FOLDER --scene rooms_s --rounds 3
+    python tests/benchmarks/throughput_habitat.py --data FOLDER --scene rooms_s --rounds 3
 
 Needs habitat-sim, habitat-lab and habitat-baselines in this Python, and a folder with
 datasets/pointnav/SCENE/v1 and scene_datasets. 4 environments, 128 x 128 depth, T = 32, 2 epochs of
