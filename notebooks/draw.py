@@ -27,6 +27,7 @@ SKY = "#56B4E9"
 GREY = "#8C8C8C"
 DARK = "#444444"
 COLORS = (BLUE, ORANGE, GREEN, RED, PURPLE, SKY)
+MEMBERS = (("-", "o"), ("--", "s"), ("-.", "^"), (":", "D"))  # of a population: line, marker
 TRAINERS = {  # of tests/benchmarks/peers.py
     "ver": "ver_ppo.py",
     "sample_factory": "Sample Factory 2.1.1",
@@ -34,6 +35,7 @@ TRAINERS = {  # of tests/benchmarks/peers.py
     "habitat_ver": "VER of habitat-baselines 0.3.3",
     "habitat_ddppo": "DD-PPO of habitat-baselines 0.3.3",
 }
+ROUNDED = {"precision": 4, "suppress": True, "threshold": 12, "edgeitems": 4}  # as printed
 SAMPLERS = {"sync": GREY, "nover": ORANGE, "ver": BLUE, "async": PURPLE}
 
 
@@ -55,14 +57,18 @@ def setup():
     torch.set_num_threads(1)
 
 
+def alike(right, answer, tolerance):
+    """Whether two arrays have one shape and, but for this relative difference, the same numbers."""
+    return right.shape == answer.shape and np.allclose(answer, right, rtol=tolerance, atol=1e-6)
+
+
 def match(predicted, computed, tolerance=1e-6):
     """Print whether the computed numbers are those that were predicted, but for this relative
     difference. Raises AssertionError if not."""
     predicted = np.asarray(predicted)
     computed = np.asarray(computed)
-    same = predicted.shape == computed.shape
-    same = same and np.allclose(computed, predicted, rtol=tolerance, atol=1e-6)
-    with np.printoptions(precision=4, suppress=True, threshold=12, edgeitems=4):
+    same = alike(predicted, computed, tolerance)
+    with np.printoptions(**ROUNDED):
         print(f"predicted {predicted}\ncomputed  {computed}")
     size = f" ({predicted.size} numbers)" if predicted.size > 12 else ""
     print(f"match: {same}{size}")
@@ -76,12 +82,15 @@ def check(answer, right, tolerance=1e-6):
         print("exercise: no answer yet")
         return
     answer = np.asarray(answer)
-    right = np.asarray(right)
-    same = answer.shape == right.shape
-    same = same and np.allclose(answer, right, rtol=tolerance, atol=1e-6)
-    with np.printoptions(precision=4, suppress=True, threshold=12, edgeitems=4):
-        assert same, f"not yet: your answer is {answer}; think again, the solution is below"
+    with np.printoptions(**ROUNDED):
+        wrong = f"not yet: your answer is {answer}; think again, the solution is below"
+    assert alike(np.asarray(right), answer, tolerance), wrong
     print("exercise: right")
+
+
+def ink_on(color):
+    """The colour of a text that is to be read on this one."""
+    return "white" if color in (BLUE, GREEN, RED, DARK) else "black"
 
 
 def legend(axis, colors, **more):
@@ -118,9 +127,8 @@ def lanes(axis, spans, title):
     for lane, bars in enumerate(spans.values()):
         for begin, sec, word, color in bars:
             axis.broken_barh([(begin, sec)], (lane - 0.4, 0.8), facecolor=color, edgecolor="white")
-            ink = "white" if color in (BLUE, GREEN, RED, DARK) else "black"
-            style = {"ha": "center", "va": "center", "fontsize": 8, "color": ink, "clip_on": True}
-            axis.text(begin + sec / 2, lane, word, **style)
+            style = {"ha": "center", "va": "center", "fontsize": 8, "color": ink_on(color)}
+            axis.text(begin + sec / 2, lane, word, clip_on=True, **style)
     axis.set(yticks=range(len(spans)), yticklabels=list(spans), ylim=(len(spans) - 0.5, -0.5))
     axis.set_title(title, fontsize=10, loc="left")
 
@@ -168,8 +176,7 @@ def whole():
 
     def block(x, y, width, height, color, text=""):
         axis.add_patch(Rectangle((x, y), width, height, facecolor=color, edgecolor="white"))
-        ink = "white" if color in (BLUE, GREEN, DARK) else "black"
-        style = {"ha": "center", "va": "center", "fontsize": 9, "color": ink}
+        style = {"ha": "center", "va": "center", "fontsize": 9, "color": ink_on(color)}
         axis.text(x + width / 2, y + height / 2, text, **style)
 
     def words(x, y, text):
@@ -210,7 +217,8 @@ def whole():
     words(74, 36, "exactly S = T·N complete steps,\nmore of the faster environments")
 
     title(74, 21.5, "returns", "compute_advantages")
-    words(74, 17, "GAE, up to the end of an episode\nor on with the bootstrap value;\nV-trace where data are older")
+    until = "GAE, up to the end of an episode\nor on with the bootstrap value;"
+    words(74, 17, f"{until}\nV-trace where data are older")
 
     title(42, 21.5, "sequences, mini-batches", "find_sequences  cut_minibatches  pack")
     pieces = (((2, 2), (0, 4)), ((0, 1), (1, 3), (3, 2)))  # (environment, steps): two mini-batches
@@ -220,7 +228,8 @@ def whole():
             for step in range(length):
                 block(x + 2.6 * step, 12.4 - 4 * row, 2.4, 3, colors[env])
             x += 2.6 * length + 0.8
-    words(42, 6.6, "sequence: steps of one environment\nand episode; shuffled, end to end, and\ncut into equal mini-batches")
+    sequence = "sequence: steps of one environment\nand episode"
+    words(42, 6.6, f"{sequence}; shuffled, end to end, and\ncut into equal mini-batches")
 
     title(3, 21.5, "learning", "ppo_update  ppo_loss")
     block(3, 10, 24, 6.5, DARK, "encoder → LSTM → π, V")
@@ -243,8 +252,7 @@ def cells(axis, row, columns, colors, texts, size=9):
     """Squares in a row, each with a colour and a text: steps of a rollout."""
     for column, color, text in zip(columns, colors, texts):
         axis.add_patch(Rectangle((column, row), 0.94, 0.9, facecolor=color, edgecolor="white"))
-        ink = "white" if color in (BLUE, GREEN, RED, DARK) else "black"
-        style = {"ha": "center", "va": "center", "fontsize": size, "color": ink}
+        style = {"ha": "center", "va": "center", "fontsize": size, "color": ink_on(color)}
         axis.text(column + 0.47, row + 0.43, text, **style)
 
 
@@ -290,6 +298,26 @@ def trainer_bars(sps):
     return figure
 
 
+def scaling_curves(found):
+    """Steps per second over the number of ranks, as a share of what so many single ranks give: how
+    far below the diagonal figure 4 of the DD-PPO paper is. `found`: workload -> mode -> ranks ->
+    what tests/benchmarks/scaling.py has found."""
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), sharey=True, layout="constrained")
+    for axis, (workload, modes) in zip(axes, found.items()):
+        for mode, by_ranks in modes.items():
+            sampler, preemption = mode.split()
+            line = "o--" if preemption == "none" else "s-"
+            ranks = [int(number) for number in by_ranks]
+            shares = [at["speedup"] / number for number, at in zip(ranks, by_ranks.values())]
+            axis.plot(ranks, shares, line, color=SAMPLERS[sampler], label=mode)
+        axis.set(title=f"{workload} simulators", xscale="log", xlabel="ranks", ylim=(0, 1.05))
+        axis.set(xticks=ranks, xticklabels=ranks)
+        axis.minorticks_off()
+    axes[0].set(ylabel="steps per second and rank,\nrelative to one rank alone")
+    axes[1].legend(frameon=False, loc="lower left")
+    return figure
+
+
 def learning_curves(results):
     """Success and SPL of tasks over their steps: a dictionary from label to what `load_result`
     gives."""
@@ -321,8 +349,8 @@ def transfer_curves(runs, tasks):
 
 def family_tree(axis, decisions):
     """Which member continues from which: a lane for each, in the colour of the one whose first
-    weights its own descend from; an arrow where it takes over, a dot where it mutates. `decisions`:
-    a list for each member, in order of steps."""
+    weights its own descend from, and with its number where the colour begins; an arrow where it
+    takes over, a dot where it mutates. `decisions`: a list for each member, in order of steps."""
     # member -> (since this step, whose weights)
     ancestor = {member: [(0, member)] for member in range(len(decisions))}
 
@@ -344,53 +372,40 @@ def family_tree(axis, decisions):
     last = max(member[-1]["step"] for member in decisions)
     for member, since in ancestor.items():
         ends = [*(step for step, _ in since[1:]), last]
+        named = None
         for (begin, whose), end in zip(since, ends):
             lane = {"color": COLORS[whose], "lw": 5, "solid_capstyle": "butt"}
             axis.plot([begin, end], [member, member], **lane)
+            if whose != named:
+                beside = {"xytext": (1, 4), "textcoords": "offset points", "fontsize": 8}
+                axis.annotate(str(whose), (begin, member), **beside)
+            named = whose
     limits = (len(decisions) - 0.5, -0.5)
     axis.set(yticks=range(len(decisions)), ylim=limits, ylabel="member", xlabel="steps")
 
 
+def member_curve(axis, member, steps, values):
+    """A curve of a population's member: each has a colour, a line style and a marker of its own,
+    and is shifted by a point or two, so that equal curves lie side by side."""
+    line_style, marker = MEMBERS[member % len(MEMBERS)]
+    every = 1 + len(steps) // 6
+    marks = {"marker": marker, "markersize": 4, "markevery": (member % every, every)}
+    look = {"color": COLORS[member], "linestyle": line_style, "label": f"member {member}"}
+    (line,) = axis.plot(steps, values, **look, **marks)
+    shift = ScaledTranslation(0, (1 - member) / 48, axis.figure.dpi_scale_trans)
+    line.set_transform(line.get_transform() + shift)
+
+
 def schedules(axis, decisions, name):
     """How an option has evolved in each member, on a logarithmic scale."""
-    for color, member in zip(COLORS, decisions):
+    for number, member in enumerate(decisions):
         steps = [0]
         values = [member[0]["options"][name]]
         for line in member:  # a step in the curve: before the decision, and after it
             steps += [line["step"], line["step"]]
             values += [line["options"][name], line["to"][name]]
-        axis.plot(steps, values, color=color, label=f"member {member[0]['member']}")
+        member_curve(axis, number, steps, values)
     axis.set(yscale="log", xlabel="steps", ylabel=name)
-
-
-def number_lanes(axis):
-    """In a `family_tree`, what the colours say, for who sees none: wherever a lane's colour begins,
-    the number of the member that it stands for."""
-    lanes = [line for line in axis.lines if line.get_color() in COLORS]
-    named = {}  # lane -> whose colour is the last one
-    for line in lanes:
-        whose = COLORS.index(line.get_color())
-        begin = line.get_xdata()[0]
-        lane = line.get_ydata()[0]
-        if named.get(lane) != whose:
-            beside = {"xytext": (1, 4), "textcoords": "offset points", "fontsize": 8}
-            axis.annotate(str(whose), (begin, lane), **beside)
-        named[lane] = whose
-
-
-def style_curves(axis):
-    """In a picture of members' curves, the same: each colour has a line style and a marker, and is
-    shifted by a point or two, so that equal curves lie side by side."""
-    looks = (("-", "o"), ("--", "s"), ("-.", "^"), (":", "D"))
-    for line in axis.lines:
-        if line.get_color() not in COLORS:
-            continue
-        member = COLORS.index(line.get_color())
-        style, marker = looks[member % len(looks)]
-        every = 1 + len(line.get_xdata()) // 6
-        line.set(linestyle=style, marker=marker, markersize=4, markevery=(member % every, every))
-        shift = ScaledTranslation(0, (1 - member) / 48, axis.figure.dpi_scale_trans)
-        line.set_transform(line.get_transform() + shift)
 
 
 # --------------------------------------------------------------------------------------- PointNav
@@ -426,8 +441,8 @@ def chain_view(axis, found):
 
 
 def plan_view(axis, env):
-    """A floor plan from above: the shortest path from the start (broad and light), the path that was
-    walked (thin and dark, from the dot to the cross); around the goal a circle of 0.2 m."""
+    """A floor plan from above: the shortest path from the start (broad and light), the path that
+    was walked (thin and dark, from the dot to the cross); around the goal a circle of 0.2 m."""
     start = env.path[0]
     end = env.path[-1]
     flat(axis, env.plan.boxes_K4, env.plan.num_walls, env.plan.size)

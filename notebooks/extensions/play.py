@@ -55,8 +55,7 @@ class Agent(Skill):
 
     def act(self, observation):
         leaves = self.spec.leaves(observation)
-        kinds = {key: kind for key, kind, _ in self.spec.obs_fields}
-        rows = {key: np.asarray(leaves[key], kind) for key, kind in kinds.items()}
+        rows = {key: np.asarray(leaves[key], kind) for key, kind, _ in self.spec.obs_fields}
         return ver_ppo.to_env_action(self.spec.action, super().act(rows))
 
 

@@ -1,9 +1,9 @@
-"""Runs benchmarks, keeps what they have found, and makes the tables of README.md and of the manual
-from that, so that none of these figures is typed.
+"""Runs benchmarks, keeps what they have found, and makes the tables of README.md and of the manual,
+and pictures of speed, from that, so that none of these figures is typed.
 
     python tests/benchmarks/all.py run scaling                      one of BENCHMARKS, or several
     python tests/benchmarks/all.py run peers --arguments "..."      with arguments of its own
-    python tests/benchmarks/all.py tables                           writes the tables anew
+    python tests/benchmarks/all.py tables                           writes the tables, draws
 
 notebooks/results/NAME.json says by which command, at which commit, when, on which machine and with
 which versions. What trainings learn is kept by results.py, in files of the same kind.
@@ -15,7 +15,6 @@ import re
 import shlex
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -47,14 +46,13 @@ def run(name, arguments):
 
 def scaling_table(found):
     """Speed-ups over one rank, of simulators that differ."""
-    ranks = sorted({int(key.rsplit(", ", 1)[1]) for key in found})
-    lines = [f"| ranks | {' | '.join(map(str, ranks))} |", "|---" * (len(ranks) + 1) + "|"]
-    modes = dict.fromkeys(key.split(", ")[1] for key in found)
-    for mode in modes:
-        speedups = [found[f"heterogeneous, {mode}, {number}"]["speedup"] for number in ranks]
-        cells = [f"{speedup:.3g}" for speedup in speedups]
+    lines = []
+    for mode, by_ranks in found["heterogeneous"].items():
+        if not lines:
+            lines += [f"| ranks | {' | '.join(by_ranks)} |", "|---" * (len(by_ranks) + 1) + "|"]
+        speedups = [f"{at['speedup']:.3g}" for at in by_ranks.values()]
         sampler, preemption = mode.split()
-        lines.append(f"| `{sampler}`, `{preemption}` | {' | '.join(cells)} |")
+        lines.append(f"| `{sampler}`, `{preemption}` | {' | '.join(speedups)} |")
     return lines
 
 
@@ -101,6 +99,18 @@ def write_tables(text):
     return MARKS.sub(lambda found: f"{found[1]}{TABLES[found[2]]()}\n{found[3]}", text)
 
 
+def draw_pictures():
+    """What the tables say of speed."""
+    draw = results.draw
+    draw.setup()
+    figures = {
+        "peers": draw.trainer_bars(by_trainer(draw.load_result("peers")["found"])),
+        "scaling": draw.scaling_curves(draw.load_result("scaling")["found"]),
+    }
+    for name, figure in figures.items():
+        figure.savefig(ROOT / "notebooks" / "pictures" / f"{name}.png", dpi=90)
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -112,8 +122,6 @@ if __name__ == "__main__":
     if options.what == "run":
         for chosen in options.names or BENCHMARKS:
             run(chosen, options.arguments)
-    results.draw.setup()
-    bars = results.draw.trainer_bars(by_trainer(results.draw.load_result("peers")["found"]))
-    bars.savefig(ROOT / "notebooks" / "pictures" / "peers.png", dpi=90)
+    draw_pictures()
     for page in PAGES:
         page.write_text(write_tables(page.read_text()))

@@ -167,7 +167,7 @@ def picture():
     decisions = load("CartPole-v1")[0]["decisions"]
     figure, axes = plt.subplots(1, 2, figsize=(9, 2.8), layout="constrained")
     draw.family_tree(axes[0], decisions)
-    axes[0].set_title("weights: colour of the first ancestor")
+    axes[0].set_title("weights: number and colour of the first ancestor")
     draw.schedules(axes[1], decisions, "learning_rate")
     axes[1].legend(frameon=False, fontsize=8)
     figure.savefig(ROOT / "notebooks" / "pictures" / "population.png", dpi=90)

@@ -1,5 +1,5 @@
-"""What ver_ppo.py learns: trains, and keeps what came out in small files. all.py makes the tables of
-README.md and the manual from them.
+"""What ver_ppo.py learns: trains, and keeps what came out in small files. all.py makes the tables
+of README.md and the manual from them.
 
     python tests/benchmarks/results.py train              every task below; two hours on two cores
     python tests/benchmarks/results.py train memory --seeds 1    one of them
@@ -265,7 +265,8 @@ def dump(result):
 
 
 def found_cells(task, names):
-    """Mean and range over the seeds of what each one's evaluation found, under these names."""
+    """The number of seeds, and mean and range over them of what evaluations found under these
+    names, as words."""
     runs = draw.load_result(task)["runs"]
     cells = []
     for name in names:

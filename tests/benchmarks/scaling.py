@@ -2,7 +2,7 @@
 ranks under a virtual clock.
 
     python tests/benchmarks/scaling.py run --ranks 1 2 4 8 --rounds 2
-    python tests/benchmarks/scaling.py simulate --ranks 1 2 4 8 16 32 64 --picture scaling.png
+    python tests/benchmarks/scaling.py simulate --ranks 1 2 4 8 16 32 64
 
 run: simulators that sleep 100 ms a step on average (log-normal, sigma 0.4) in scenes of 150 steps,
 some slower than others (sigma 0.5 between scenes: Scenes of uneven.py), and a network so small that
@@ -42,7 +42,7 @@ MODES = {
 
 
 def simulate_all(args):
-    """Every mode and number of ranks, homogeneous and heterogeneous: speed-ups over one rank."""
+    """Speed-ups over one rank: workload (homogeneous, heterogeneous) -> mode -> ranks -> found."""
     results = {}
     for workload, scenes in (("homogeneous", 0.0), ("heterogeneous", args.scenes)):
         for mode, (sampler, preemption) in MODES.items():
@@ -56,41 +56,11 @@ def simulate_all(args):
                 one = one or rate
                 speedup = rate / one
                 of_best = rate / np.mean([each["hindsight"] for each in found])
-                name = f"{workload}, {mode}, {ranks}"
-                results[name] = {"speedup": speedup, "of_hindsight": of_best}
+                at = results.setdefault(workload, {}).setdefault(mode, {})
+                at[ranks] = {"speedup": speedup, "of_hindsight": of_best}
                 words = f"{speedup:6.1f} times one rank, {of_best:.3f} of the best S in hindsight"
                 print(f"{workload:14} {mode:15} {ranks:4} ranks: {words}", flush=True)
     return results
-
-
-def draw_scaling(results, path):
-    """Steps per second over the number of ranks, as a share of what so many single ranks give: how
-    far below the diagonal figure 4 of the DD-PPO paper is."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    from notebooks import draw
-
-    draw.setup()
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), sharey=True, layout="constrained")
-    for axis, workload in zip(axes, ("homogeneous", "heterogeneous")):
-        for mode, (sampler, preemption) in MODES.items():
-            points = {}
-            for key, found in results.items():
-                if key.startswith(f"{workload}, {mode}, "):
-                    ranks = int(key.rsplit(", ", 1)[1])
-                    points[ranks] = found["speedup"] / ranks
-            line = "o--" if preemption == "none" else "s-"
-            color = draw.SAMPLERS[sampler]
-            axis.plot(points.keys(), points.values(), line, color=color, label=mode)
-        axis.set(title=f"{workload} simulators", xscale="log", xlabel="ranks", ylim=(0, 1.05))
-        axis.set(xticks=list(points), xticklabels=list(points))
-        axis.minorticks_off()
-    axes[0].set(ylabel="steps per second and rank,\nrelative to one rank alone")
-    axes[1].legend(frameon=False, loc="lower left")
-    figure.savefig(path, dpi=100)
 
 
 # --------------------------------------------------------------------------------------- Real runs
@@ -174,11 +144,8 @@ def main():
     mean = "simulate: in mean step times"
     parser.add_argument("--learning-sec", type=float, default=20.0, help=mean)
     parser.add_argument("--timeout", type=float, default=600)
-    parser.add_argument("--picture")
     args = parser.parse_args()
     results = run_all(args) if args.what == "run" else simulate_all(args)
-    if args.picture:
-        draw_scaling(results, args.picture)
     print(json.dumps(results))
 
 
