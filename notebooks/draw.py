@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "notebooks" / "results"  # written by tests/benchmarks/results.py
 sys.path.insert(0, str(ROOT))  # for notebooks, which run in their own folder
 from notebooks.environments.pointnav import SUCCESS_M  # noqa: E402
+from notebooks.environments.rearrange import STARTS_M  # noqa: E402
 from notebooks.extensions import virtual_clock  # noqa: E402
 
 # Okabe and Ito's colours: they differ for the colour-blind, and on white and on grey
@@ -27,6 +28,7 @@ SKY = "#56B4E9"
 GREY = "#8C8C8C"
 DARK = "#444444"
 COLORS = (BLUE, ORANGE, GREEN, RED, PURPLE, SKY)
+LINES = ("-", "--", "-.", ":")  # curves differ without their colours, too
 MEMBERS = (("-", "o"), ("--", "s"), ("-.", "^"), (":", "D"))  # of a population: line, marker
 TRAINERS = {  # of tests/benchmarks/peers.py
     "ver": "ver_ppo.py",
@@ -262,10 +264,10 @@ def grid_for_cells(axis, columns, rows):
     axis.spines[:].set_visible(False)
 
 
-def band(axis, x, values_KX, color, label):
+def band(axis, x, values_KX, color, label, line="-"):
     """Mean of K seeds, and the range from the lowest to the highest."""
     values_KX = np.asarray(values_KX)
-    axis.plot(x, values_KX.mean(axis=0), color=color, label=label)
+    axis.plot(x, values_KX.mean(axis=0), line, color=color, label=label)
     low_X = values_KX.min(axis=0)
     high_X = values_KX.max(axis=0)
     axis.fill_between(x, low_X, high_X, color=color, alpha=0.2, lw=0)
@@ -323,11 +325,30 @@ def learning_curves(results):
     gives."""
     figure, axes = plt.subplots(1, 2, figsize=(9, 3), sharey=True, layout="constrained")
     for axis, tag in zip(axes, ("success", "spl")):
-        for color, (label, result) in zip(COLORS, results.items()):
+        for color, line, (label, result) in zip(COLORS, LINES, results.items()):
             steps, values_KX = curves(result, f"metrics/{tag}")
-            band(axis, steps / 1e6, values_KX, color, label)
+            band(axis, steps / 1e6, values_KX, color, label, line)
         title = f"{tag.replace('spl', 'SPL')}, last 100 training episodes"
         axis.set(xlabel="million steps", ylim=(0, 1), title=title)
+    axes[0].legend(frameon=False, loc="lower right")
+    return figure
+
+
+def efficiency_curves(found):
+    """What samplers learn from the same number of steps, interquartile mean and interval: figure 5
+    of the VER paper. `found`: what tests/benchmarks/sample_efficiency.py prints."""
+    panels = [(task, tag) for task in found for tag in found[task]["tags"]]
+    figure, axes = plt.subplots(1, len(panels), figsize=(10, 3.2), layout="constrained")
+    for axis, (task, tag) in zip(axes, panels):
+        thousand_G = np.array(found[task]["steps"]) / 1000
+        for mode, result in found[task]["tags"][tag].items():
+            curve = result["curve"]
+            sampler, _, overlap = mode.partition("+")
+            color = SAMPLERS[sampler]
+            axis.plot(thousand_G, curve["iqm"], "--" if overlap else "-", color=color, label=mode)
+            axis.fill_between(thousand_G, curve["low"], curve["high"], color=color, alpha=0.1, lw=0)
+        name = tag.split("/")[1].replace("_", " ").replace("spl", "SPL")
+        axis.set(xlabel="thousand steps", ylabel=name, ylim=(0, None), title=task)
     axes[0].legend(frameon=False, loc="lower right")
     return figure
 
@@ -337,9 +358,9 @@ def transfer_curves(runs, tasks):
     paper."""
     figure, axes = plt.subplots(1, len(tasks), figsize=(9, 3.4), layout="constrained")
     for axis, (task, what) in zip(axes, tasks.items()):
-        for color, (variant, found) in zip(COLORS, runs[task].items()):
+        for color, line, (variant, found) in zip(COLORS, LINES, runs[task].items()):
             steps, values_KX = curves({"runs": found}, "charts/episodic_return")
-            band(axis, steps / 1e3, values_KX, color, variant)
+            band(axis, steps / 1e3, values_KX, color, variant, line)
         title = f"{task}, last 100 training episodes"
         axis.set(xlabel="thousand steps", ylabel=what, title=title)
     handles, labels = axes[0].get_legend_handles_labels()
@@ -408,6 +429,16 @@ def schedules(axis, decisions, name):
     axis.set(yscale="log", xlabel="steps", ylabel=name)
 
 
+def evolution(decisions):
+    """Family tree and learning rates of a population."""
+    figure, axes = plt.subplots(1, 2, figsize=(9, 2.8), layout="constrained")
+    family_tree(axes[0], decisions)
+    axes[0].set_title("weights: number and colour of the first ancestor")
+    schedules(axes[1], decisions, "learning_rate")
+    axes[1].legend(frameon=False, fontsize=8)
+    return figure
+
+
 # --------------------------------------------------------------------------------------- PointNav
 
 
@@ -438,6 +469,20 @@ def chain_view(axis, found):
     axis.plot(*found["object"], "o", mfc="none", mec="black", ms=10, mew=1.5)
     axis.plot(*found["place"], "s", mfc="none", mec="black", ms=10, mew=1.5)
     axis.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
+
+
+def chain_and_distance(found):
+    """One whole chain; and success of Pick over the distance from which it starts. `found`: what
+    tests/benchmarks/rearrange.py has found."""
+    shape = {"figsize": (9, 2.6), "gridspec_kw": {"width_ratios": [1.3, 1]}}
+    figure, axes = plt.subplots(1, 2, layout="constrained", **shape)
+    chain_view(axes[0], found["path"])
+    middle_m = [np.mean(bin_m) for bin_m in found["far_m"]]
+    band(axes[1], middle_m, found["far"], BLUE, "Pick with base")
+    axes[1].axvspan(*STARTS_M, color=GREY, alpha=0.3, lw=0)
+    axes[1].set(xlabel="metres to the object (grey: in training)", ylabel="success of Pick")
+    axes[1].set(ylim=(0, 1.02), xlim=(0, None))
+    return figure
 
 
 def plan_view(axis, env):

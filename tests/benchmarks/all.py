@@ -1,12 +1,15 @@
-"""Runs benchmarks, keeps what they have found, and makes the tables of README.md and of the manual,
-and pictures of speed, from that, so that none of these figures is typed.
+"""Runs the benchmarks, keeps what they have found, and makes the tables of README.md and of the
+manual, and their pictures, from that, so that none of these figures is typed.
 
-    python tests/benchmarks/all.py run scaling                      one of BENCHMARKS, or several
+    python tests/benchmarks/all.py run                              everything below, hours
+    python tests/benchmarks/all.py run scaling samplers             some of it
     python tests/benchmarks/all.py run peers --arguments "..."      with arguments of its own
     python tests/benchmarks/all.py tables                           writes the tables, draws
 
+CHECKPOINT, which some need, is the checkpoint.pt of a run of `pointnav`, --checkpoint FILE.
 notebooks/results/NAME.json says by which command, at which commit, when, on which machine and with
-which versions. What trainings learn is kept by results.py, in files of the same kind.
+which versions. TRAININGS write such files themselves; of the others, the last line of what they
+print is kept.
 """
 
 import argparse
@@ -17,22 +20,41 @@ import subprocess
 import sys
 from pathlib import Path
 
+import evolution
+import matplotlib
 import numpy as np
+import rearrange
 import results
+import transfer
+from results import draw
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "notebooks" / "MANUAL.md"]
 MARKS = re.compile(r"(<!-- results: (\w+) -->\n).*?(<!-- end of results -->)", re.DOTALL)
 BENCHMARKS = {  # their last line is JSON
-    "scaling": "scaling.py simulate --ranks 1 2 4 8 16 32 64 128 256",
+    "samplers": "throughput.py --workload a b c d --rounds 3",
     "peers": "peers.py --rounds 3 --total-timesteps 50000",
+    "ranks": 'scaling.py run --modes "ver optimal" "sync none" --rounds 2 --rollouts 10',
+    "scaling": "scaling.py simulate --ranks 1 2 4 8 16 32 64 128 256",
+    "latency": "machinery.py latency --rounds 4 --checkpoint CHECKPOINT",
+    "parts": "machinery.py parts --rounds 3 --checkpoint CHECKPOINT",
+    "efficiency": "sample_efficiency.py --folder runs/efficiency --jobs 4",
+    "equal": "evolution.py equal",
+}
+TRAININGS = {
+    "learned": "results.py train",
+    "published": "results.py train published",
+    "transfer": "transfer.py --checkpoint CHECKPOINT",
+    "rearrange": "rearrange.py --folder runs/rearrange --checkpoint CHECKPOINT",
+    "evolution": "evolution.py run",
 }
 
 
-def run(name, arguments):
+def run(name, checkpoint, arguments):
     """Run a benchmark to its end and keep what it found. Raises CalledProcessError."""
-    command = f"python tests/benchmarks/{BENCHMARKS[name]}"
+    command = f"python tests/benchmarks/{(BENCHMARKS | TRAININGS)[name]}"
     words = [sys.executable, *shlex.split(command)[1:], *shlex.split(arguments)]
+    words = [checkpoint if word == "CHECKPOINT" else word for word in words]
     process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     last = ""
     for line in process.stdout:
@@ -40,32 +62,99 @@ def run(name, arguments):
         last = line
     if process.wait():
         raise subprocess.CalledProcessError(process.returncode, command)
-    kept = {"command": command, "found": json.loads(last), **results.where_and_when()}
-    (results.draw.RESULTS / f"{name}.json").write_text(results.dump(kept) + "\n")
+    if name in BENCHMARKS:
+        found = json.loads(last)
+        results.keep(name, {"command": command, **results.where_and_when(), "found": found})
+
+
+# ----------------------------------------------------------------------------------------- Tables
+
+
+def spread(values, digits=0):
+    """Median and range."""
+    low, middle, high = (f"{value:,.{digits}f}" for value in np.percentile(values, (0, 50, 100)))
+    return f"{middle} ({low}–{high})"
+
+
+def header(*cells):
+    """The first two lines of a table."""
+    return [f"| {' | '.join(cells)} |", "|---" * len(cells) + "|"]
 
 
 def scaling_table(found):
     """Speed-ups over one rank, of simulators that differ."""
-    lines = []
-    for mode, by_ranks in found["heterogeneous"].items():
-        if not lines:
-            lines += [f"| ranks | {' | '.join(by_ranks)} |", "|---" * (len(by_ranks) + 1) + "|"]
+    modes = found["heterogeneous"]
+    lines = header("ranks", *modes["ver optimal"])
+    for mode, by_ranks in modes.items():
         speedups = [f"{at['speedup']:.3g}" for at in by_ranks.values()]
-        sampler, preemption = mode.split()
-        lines.append(f"| `{sampler}`, `{preemption}` | {' | '.join(speedups)} |")
+        lines.append(f"| {in_code(mode)} | {' | '.join(speedups)} |")
+    return lines
+
+
+def in_code(mode):
+    """A mode of scaling.py, as the manual writes it."""
+    return ", ".join(f"`{word}`" for word in mode.split())
+
+
+def ranks_table(found):
+    """Speed-ups of real runs over one rank: mean and range of the rounds."""
+    lines = header("ranks", *found["ver optimal"])
+    for mode, by_ranks in found.items():
+        one = np.mean([each["sps"] for each in by_ranks["1"]])
+        cells = [f"1 = {one:.1f} steps/s"]
+        for number in list(by_ranks)[1:]:
+            times = [each["sps"] / one for each in by_ranks[number]]
+            cells.append(f"{np.mean(times):.2f} ({min(times):.2f}–{max(times):.2f})")
+        lines.append(f"| {in_code(mode)} | {' | '.join(cells)} |")
+    return lines
+
+
+def samplers_table(found):
+    """Steps per second of every sampler on every workload; their ratio to `sync`, and the share
+    that they are of the workload's bound."""
+    first = next(iter(found["workloads"].values()))["rounds"][0]
+    modes = [mode for mode in first if "bound" in first[mode] and "without" not in mode]
+    lines = header("16 environments, T = 128, LSTM", *(f"`{mode}`" for mode in modes))
+    for workload, measured in found["workloads"].items():
+        rates = []
+        ratios = []
+        for mode in modes:
+            rounds = [each[mode] for each in measured["rounds"]]
+            rates.append(spread([each["sps"] for each in rounds]))
+            over_sync = np.median([each["over_sync"] for each in rounds])
+            share = np.median([each["sps"] / each["bound"] for each in rounds])
+            ratios.append(f"{over_sync:.2f}; {share:.2f}")
+        letter, _, words = workload.partition(" ")
+        lines.append(f"| **{letter}** {words} | {' | '.join(rates)} |")
+        lines.append(f"| ratio to `sync`; share of its bound | {' | '.join(ratios)} |")
+    return lines
+
+
+def efficiency_table(found):
+    """Area under the curves of learning, and their ends."""
+    modes = list(next(iter(found["CartPole-v1"]["tags"].values())))
+    lines = header("", *(f"`{mode}`" for mode in modes))
+    for task, of_task in found.items():
+        for tag, by_mode in of_task["tags"].items():
+            digits = 0 if task == "CartPole-v1" else 3
+            for what in ("area", "final"):
+                cells = []
+                for mode in modes:
+                    at = by_mode[mode][what]
+                    low, middle, high = (f"{at[key]:.{digits}f}" for key in ("low", "iqm", "high"))
+                    cells.append(f"{middle} [{low}, {high}]")
+                name = f"{task}, {tag.split('/')[1].replace('_', ' ')}: {what}"
+                lines.append(f"| {name} | {' | '.join(cells)} |")
     return lines
 
 
 def peers_table(found):
     """Steps per second of every trainer in one run, and how many times as fast ver_ppo.py is."""
-    ours = by_trainer(found)["ver", "default"]
-    lines = ["| trainer | steps/s: median (range) | ver_ppo.py is faster by |", "|---|---|---|"]
+    ours = np.array(by_trainer(found)["ver", "default"])
+    lines = header("trainer", "steps/s: median (range)", "ver_ppo.py is faster by")
     for (trainer, variant), sps in by_trainer(found).items():
-        ratios = np.array(ours) / sps
-        spread = f"{np.median(sps):,.0f} ({min(sps):,.0f}–{max(sps):,.0f})"
-        times = f"{np.median(ratios):.2f} ({min(ratios):.2f}–{max(ratios):.2f})"
-        name = results.draw.TRAINERS[trainer]
-        lines.append(f"| {name}, {variant} | {spread} | {times} |")
+        name = draw.TRAINERS[trainer]
+        lines.append(f"| {name}, {variant} | {spread(sps)} | {spread(ours / sps, 2)} |")
     return lines
 
 
@@ -77,20 +166,47 @@ def by_trainer(found):
     return sps
 
 
-def with_footer(name, table):
-    """The table of a benchmark, and where it is from."""
-    kept = results.draw.load_result(name)
-    footer = f"By `{kept['command']}` at commit {kept['commit']}, {kept['date']}, on "
-    footer += f"{kept['machine']}, Python {kept['python']} (results/{name}.json)."
-    return "\n".join([*table(kept["found"]), "", footer])
+def latency_table(found):
+    """How much of the time simulators are kept busy."""
+    shares = spread(found["share_of_bound"], 3)
+    return [*header("share of what the sleeping alone allows"), f"| {shares} |"]
+
+
+def parts_table(found):
+    """Where the time of a step goes, and what it could be."""
+    names = {
+        "env_step_ms": "a simulator's step, on one core",
+        "forward_ms": "forward pass, bare",
+        "learn_ms": "learning, alone",
+        "loop_waiting_ms": "training: waiting",
+        "loop_inference_ms": "training: inference",
+        "loop_learning_ms": "training: learning",
+        "share": "training's steps per second: share of the bound",
+        "arrange_ms": "arranging a rollout into mini-batches, all epochs",
+    }
+    lines = header("milliseconds per environment step, the last row per rollout", "median (range)")
+    for key, words in names.items():
+        lines.append(f"| {words} | {spread([row[key] for row in found], 3)} |")
+    return lines
+
+
+def with_footer(table, *names):
+    """A table of what these files hold, and where it is from."""
+    kept = [draw.load_result(name) for name in names]
+    first = kept[0]
+    files = " and ".join(f"results/{name}.json" for name in names)
+    footer = f"By `{first['command']}` at commit {first['commit']}, {first['date']}, on "
+    footer += f"{first['machine']}, Python {first['python']} ({files})."
+    return "\n".join([*table(first.get("found", first)), "", footer])
 
 
 TABLES = {
     "learned": results.learned_table,
     "commands": results.commands,
     "published": results.published_table,
-    "scaling": lambda: with_footer("scaling", scaling_table),
-    "peers": lambda: with_footer("peers", peers_table),
+    "equal": lambda: with_footer(evolution.equal_table, "equal"),
+    "scaling": lambda: with_footer(scaling_table, "scaling"),
+    "peers": lambda: with_footer(peers_table, "peers"),
 }
 
 
@@ -99,13 +215,29 @@ def write_tables(text):
     return MARKS.sub(lambda found: f"{found[1]}{TABLES[found[2]]()}\n{found[3]}", text)
 
 
+# --------------------------------------------------------------------------------------- Pictures
+
+
 def draw_pictures():
-    """What the tables say of speed."""
-    draw = results.draw
+    """All pictures of the README and of the manual that are drawn, but agent.gif (results.py) and
+    habitat.png (picture.py)."""
+    matplotlib.use("Agg")
     draw.setup()
+    costs = {"inference_sec": 0.05, "learning_sec": 3.0}
+    learned = {"depth camera": "pointnav", "blind": "pointnav-blind"}
     figures = {
+        "whole": draw.whole(),
+        "timeline": draw.compare_samplers(draw.step_times(4, 0.4, 0.6), 8, 3, **costs, height=6.0),
+        "pointnav": draw.learning_curves(
+            {label: draw.load_result(task) for label, task in learned.items()}
+        ),
         "peers": draw.trainer_bars(by_trainer(draw.load_result("peers")["found"])),
         "scaling": draw.scaling_curves(draw.load_result("scaling")["found"]),
+        "transfer": draw.transfer_curves(draw.load_result("transfer")["runs"], transfer.TASKS),
+        "chain": draw.chain_and_distance(draw.load_result("rearrange")),
+        "population": draw.evolution(
+            draw.load_result("evolution-CartPole-v1")["trials"][0]["decisions"]
+        ),
     }
     for name, figure in figures.items():
         figure.savefig(ROOT / "notebooks" / "pictures" / f"{name}.png", dpi=90)
@@ -115,13 +247,15 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    names = [*BENCHMARKS, *TRAININGS]
     parser.add_argument("what", choices=("run", "tables"))
-    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(BENCHMARKS))
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(names))
+    parser.add_argument("--checkpoint", default="", help="file that takes CHECKPOINT's place")
     parser.add_argument("--arguments", default="", help="appended to the command; not kept")
     options = parser.parse_args()
     if options.what == "run":
-        for chosen in options.names or BENCHMARKS:
-            run(chosen, options.arguments)
+        for chosen in options.names or names:
+            run(chosen, options.checkpoint, options.arguments)
     draw_pictures()
     for page in PAGES:
         page.write_text(write_tables(page.read_text()))

@@ -2,16 +2,14 @@
 over from each other although they are equal.
 
     python tests/benchmarks/evolution.py run      populations of four, as many single runs; an hour
-    python tests/benchmarks/evolution.py table    prints what came out
     python tests/benchmarks/evolution.py equal    prints how often equal policies take over
-    python tests/benchmarks/evolution.py picture  draws notebooks/pictures/population.png
 
 In each trial four learning rates are drawn, for CartPole from 10^-4.5 to 10^-1.5, for the cue,
 which needs memory, from 10^-4 to 10^-1; the members of a population begin with them, and so do four
 runs on their own. Success is to reach what the tuned default reaches in as many steps of one run:
 its mean in notebooks/results/TASK.json. The best of four is that whose last hundred training
 episodes were best. Kept, with every decision, in notebooks/results/evolution-TASK.json, of which
-notebook 7 draws CartPole's.
+all.py makes the manual's table and picture, and notebook 7 pictures of CartPole's.
 """
 
 import argparse
@@ -23,10 +21,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-import matplotlib
-import matplotlib.pyplot as plt
 import numpy as np
-from results import ROOT, draw, dump, machine, ver_ppo
+from results import ROOT, draw, dump, ver_ppo, where_and_when
 
 from notebooks.extensions.population import BOUNDS, Entry, evolve
 
@@ -121,78 +117,69 @@ def equal_policies(size, spread, populations, looks=10):
     return float(np.mean(found))
 
 
-def equal_table():
-    """The shares of takeovers among equal policies: a row for each size of the population."""
-    lines = ["members  " + "  ".join(f"spread {spread}" for spread in SPREADS)]
+def equal_all():
+    """The shares of takeovers among equal policies: size of the population -> spread -> share."""
+    found = {}
     for size in (4, 8, 16):
         shares = [equal_policies(size, spread, 10_000 // size) for spread in SPREADS]
-        lines.append(f"{size:7}  " + "  ".join(f"{100 * share:8.1f} %" for share in shares))
-    return "\n".join(lines)
+        found[size] = dict(zip(SPREADS, shares))
+    return found
 
 
-def file_of(task):
-    """What is kept of a task."""
-    return draw.RESULTS / f"evolution-{task}.json"
+def equal_table(found):
+    """A row for each size of the population."""
+    lines = [f"| members | {' | '.join(map(str, SPREADS))} |", "|---" * (1 + len(SPREADS)) + "|"]
+    for size, shares in found.items():
+        cells = [f"{100 * share:.2g} %" for share in shares.values()]
+        lines.append(f"| {size} | {' | '.join(cells)} |")
+    return lines
 
 
-def load(task):
-    """All trials of a task."""
-    return json.loads(file_of(task).read_text())["trials"]
+def reached(task):
+    """What came out of a task's trials: how many of all members and of single runs, and of the best
+    of each four, reached the tuned rate's mean return; by name, as words."""
+    trials = draw.load_result(f"evolution-{task}")["trials"]
+    goal = np.mean([run["evaluation"]["return"][0] for run in draw.load_result(task)["runs"]])
+    found = {"trials": str(len(trials)), "the tuned rate reaches": f"{goal:.3g}"}
+    for kind, words in {"population": "of populations", "alone": "on their own"}.items():
+        groups = [trial[kind] for trial in trials]
+        ends = [evaluated for group in groups for _, evaluated in group]
+        best = [max(group)[1] for group in groups]  # by its training
+        name = "members" if kind == "population" else "runs"
+        found[f"reached: {name} {words}"] = f"{sum(end >= goal for end in ends)} of {len(ends)}"
+        shown = ", ".join(f"{end:.3g}" for end in best)
+        found[f"reached: the best of four {name} {words}"] = (
+            f"{sum(end >= goal for end in best)} of {len(best)} ({shown})"
+        )
+    return found
 
 
-def table(task):
-    """How many of the populations, of the best of four runs, and of all members and runs reached
-    the tuned default's mean return."""
-    trials = load(task)
-    tuned = draw.load_result(task)["runs"]
-    goal = np.mean([run["evaluation"]["return"][0] for run in tuned])
-    kinds = {  # the best by its training
-        "populations, the best member": [max(found["population"])[1] for found in trials],
-        "four runs on their own, the best one": [max(found["alone"])[1] for found in trials],
-        "members": [evaluated for found in trials for _, evaluated in found["population"]],
-        "single runs": [evaluated for found in trials for _, evaluated in found["alone"]],
-    }
-    lines = [f"{task}, tuned default: mean {goal:.4g} of {len(tuned)} seeds"]
-    for name, values in kinds.items():
-        returns = ", ".join(f"{value:.4g}" for value in sorted(values))
-        reached = sum(value >= goal for value in values)
-        lines.append(f"{name}: {reached} of {len(values)} reached it: {returns}")
-    return "\n".join(lines)
-
-
-def picture():
-    """Family tree and learning rates of the first population."""
-    matplotlib.use("Agg")
-    draw.setup()
-    decisions = load("CartPole-v1")[0]["decisions"]
-    figure, axes = plt.subplots(1, 2, figsize=(9, 2.8), layout="constrained")
-    draw.family_tree(axes[0], decisions)
-    axes[0].set_title("weights: number and colour of the first ancestor")
-    draw.schedules(axes[1], decisions, "learning_rate")
-    axes[1].legend(frameon=False, fontsize=8)
-    figure.savefig(ROOT / "notebooks" / "pictures" / "population.png", dpi=90)
+def table():
+    """Both tasks side by side."""
+    columns = {task: reached(task) for task in TASKS}
+    lines = [f"| | {' | '.join(TASKS)} |", "|---" * (1 + len(TASKS)) + "|"]
+    for name in columns["cue"]:
+        lines.append(f"| {name} | {' | '.join(column[name] for column in columns.values())} |")
+    return lines
 
 
 def keep(task, trials):
     """All trials, into the task's file: a line for each list and each decision."""
-    text = dump({"machine": machine(), "trials": trials})
+    command = f"python tests/benchmarks/evolution.py run --trials {len(trials)}"
+    text = dump({"command": command, **where_and_when(), "trials": trials})
     text = re.sub(r"\{[^{}]*\}", lambda found: " ".join(found[0].split()), text)
-    file_of(task).write_text(text + "\n")
+    (draw.RESULTS / f"evolution-{task}.json").write_text(text + "\n")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("run", "table", "picture", "equal"))
+    parser.add_argument("what", choices=("run", "equal"))
     parser.add_argument("--trials", type=int, default=4)
     arguments = parser.parse_args()
     if arguments.what == "equal":
-        print(equal_table())
-        sys.exit()
-    for task in TASKS:
-        if arguments.what == "run":
+        print(json.dumps(equal_all()))
+    else:
+        for task in TASKS:
             keep(task, [trial(task, 1 + number) for number in range(arguments.trials)])
-        print(table(task))
-    if arguments.what == "picture":
-        picture()

@@ -1,14 +1,11 @@
 """Chained skills, with and without a base that moves, and emergent navigation (VER section 6).
 
-    python tests/benchmarks/rearrange.py train --folder F
-    python tests/benchmarks/rearrange.py chain --folder F --navigate FILE
-    python tests/benchmarks/rearrange.py table      prints the tables of the manual
-    python tests/benchmarks/rearrange.py picture    draws notebooks/pictures/chain.png
+    python tests/benchmarks/rearrange.py --folder F --checkpoint FILE
 
-`train`: four skills, three seeds each, by the command in COMMAND; half an hour. FILE is the
-checkpoint.pt of a run of `pointnav`. Seeds are chained with their like, and the same PointNav
-agent, in unseen flats. What comes out is kept in notebooks/results/rearrange.json, which notebook 8
-draws.
+Trains four skills, three seeds each, by the command in COMMAND (half an hour), and chains them:
+each seed with its like, and with the same PointNav agent, the checkpoint.pt of a run of `pointnav`,
+in unseen flats. What comes out is kept in notebooks/results/rearrange.json, of which all.py makes
+the manual's tables and picture; what was trained already is not trained again.
 """
 
 import argparse
@@ -18,16 +15,14 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
-import matplotlib
-import matplotlib.pyplot as plt
 import numpy as np
-from results import ROOT, draw, dump, machine, play, run_command
+from results import draw, keep, play, run_command, where_and_when
 
-from notebooks.environments.rearrange import STARTS_M
 from notebooks.extensions import chain
 
 COMMAND = "python ver_ppo.py --env-id notebooks.environments.rearrange:{}-v0"
 COMMAND += " --target-entropy 0 --ent-coef 1e-3 --total-timesteps {}"
+OF_ALL = "python tests/benchmarks/rearrange.py --folder F --checkpoint FILE"
 SKILLS = "Pick", "Place", "PickArm", "PlaceArm"
 FAR_M = (0.5, 1.0), (1.0, 2.0), (2.0, 3.0), (3.0, 4.0), (4.0, 6.0), (6.0, 9.0)
 CHAINS = {"with base": "", "arm alone": "Arm", "with base, no Navigate": ""}
@@ -36,7 +31,7 @@ FILE = draw.RESULTS / "rearrange.json"
 
 def train_all(args):
     """Every skill from every seed; what is there already is not trained again."""
-    found = {"machine": machine(), "own": {}}
+    found = {"command": OF_ALL, **where_and_when(), "own": {}}
     if FILE.exists():
         found = json.loads(FILE.read_text())
     for seed in args.seeds:
@@ -48,7 +43,7 @@ def train_all(args):
                 command = f"{COMMAND.format(skill, args.total_timesteps)} --seed {seed}"
                 _, evaluation = run_command(command, str(folder))
                 own[str(seed)] = evaluation["success"][0]
-                FILE.write_text(dump(found) + "\n")
+                keep("rearrange", found)
                 print(skill, seed, evaluation, flush=True)
 
 
@@ -66,7 +61,7 @@ def chains(how, seed, args):
     for name in ("pick", "place"):
         policies[name] = load(args.folder, name.capitalize() + CHAINS[how], seed)
     if "no Navigate" not in how:
-        policies["navigate"], _ = play.load_policy(args.navigate.parent)
+        policies["navigate"], _ = play.load_policy(args.checkpoint.parent)
     well = np.zeros((args.episodes, 4 if "navigate" in policies else 2))
     whole = None
     for episode in range(args.episodes):
@@ -113,7 +108,7 @@ def chain_all(args):
         found["chains"] = {how: [job.result()[0] for job in each] for how, each in jobs.items()}
         wholes = [job.result()[1] for job in jobs["with base"]]
         found["path"] = next((whole for whole in wholes if whole), None)
-    FILE.write_text(dump(found) + "\n")
+    keep("rearrange", found)
 
 
 def spread(values):
@@ -121,58 +116,37 @@ def spread(values):
     return f"{np.mean(values):.2f} ({min(values):.2f}–{max(values):.2f})"
 
 
-def table():
-    """Success on the skills' own task and after every stage of the chain; and of Pick over
-    distance."""
-    found = json.loads(FILE.read_text())
-    lines = [
-        "| | Pick | Place | Navigate | Pick | Navigate | Place |",
-        "|---|---|---|---|---|---|---|",
-    ]
+def chain_table(found):
+    """Success on the skills' own task, and after every stage of the chain."""
+    heads = "Pick, own task | Place, own task | Navigate | Pick | Navigate | Place"
+    lines = [f"| | {heads} |", "|---|---|---|---|---|---|---|"]
     for how, suffix in CHAINS.items():
         own = [spread(list(found["own"][name + suffix].values())) for name in ("Pick", "Place")]
         stages = [spread(stage) for stage in zip(*found["chains"][how])]
         if len(stages) == 2:
+            own = ["", ""]  # as above
             stages = ["–", stages[0], "–", stages[1]]
         lines.append(f"| {how} | {' | '.join([*own, *stages])} |")
+    return lines
+
+
+def far_table(found):
+    """Success of Pick over the distance from which it starts."""
     far_m = [f"{low:g}–{high:g} m" for low, high in found["far_m"]]
-    lines += ["", f"| {' | '.join(['', *far_m])} |", "|---" * (1 + len(far_m)) + "|"]
+    lines = [f"| {' | '.join(['', *far_m])} |", "|---" * (1 + len(far_m)) + "|"]
     lines.append(f"| Pick with base | {' | '.join(spread(bin) for bin in zip(*found['far']))} |")
-    return "\n".join(lines)
-
-
-def picture():
-    """One whole chain; and success of Pick over the distance from which it starts."""
-    matplotlib.use("Agg")
-    draw.setup()
-    found = json.loads(FILE.read_text())
-    shape = {"figsize": (9, 2.6), "gridspec_kw": {"width_ratios": [1.3, 1]}}
-    figure, axes = plt.subplots(1, 2, layout="constrained", **shape)
-    draw.chain_view(axes[0], found["path"])
-    middle_m = [np.mean(bin_m) for bin_m in found["far_m"]]
-    draw.band(axes[1], middle_m, found["far"], draw.BLUE, "Pick with base")
-    axes[1].axvspan(*STARTS_M, color=draw.GREY, alpha=0.3, lw=0)
-    axes[1].set(xlabel="metres to the object (grey: in training)", ylabel="success of Pick")
-    axes[1].set(ylim=(0, 1.02), xlim=(0, None))
-    figure.savefig(ROOT / "notebooks" / "pictures" / "chain.png", dpi=90)
+    return lines
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("train", "chain", "table", "picture"))
-    parser.add_argument("--folder", type=Path)
-    parser.add_argument("--navigate", type=Path)
+    parser.add_argument("--folder", type=Path, required=True, help="where its runs are kept")
+    parser.add_argument("--checkpoint", type=Path, required=True, help="of a run of `pointnav`")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--episodes", type=int, default=100)
     parser.add_argument("--total-timesteps", type=int, default=300_000)
     arguments = parser.parse_args()
-    if arguments.what == "train":
-        train_all(arguments)
-    elif arguments.what == "chain":
-        chain_all(arguments)
-    elif arguments.what == "picture":
-        picture()
-    else:
-        print(table())
+    train_all(arguments)
+    chain_all(arguments)

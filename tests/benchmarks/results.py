@@ -4,14 +4,13 @@ of README.md and the manual from them.
     python tests/benchmarks/results.py train              every task below; two hours on two cores
     python tests/benchmarks/results.py train memory --seeds 1    one of them
     python tests/benchmarks/results.py train published    all that others have published figures of
-    python tests/benchmarks/results.py pictures           draws whole.png, timeline.png, pointnav.png
     python tests/benchmarks/results.py film RUN           draws agent.gif: what a trained agent does
 
 A run is the command line in its file, notebooks/results/TASK.json, which also says on what machine
 it ran, how long it took, what its evaluation printed, and its curves; PointNav's also the 300
 validation episodes, the same for all, that the finished policy played with sampled actions. Some
 tasks need `pip install "gymnasium[box2d,mujoco]" minigrid popgym`.
-Pictures are in notebooks/pictures, the manual is notebooks/MANUAL.md.
+The film is in notebooks/pictures, the manual is notebooks/MANUAL.md.
 """
 
 import argparse
@@ -233,7 +232,8 @@ def machine():
     if info.exists():
         models = re.findall(r"model name\s*: (.*)", info.read_text())
         model = models[0] if models else model
-    return f"{len(os.sched_getaffinity(0))} cores of {model}, torch {torch.__version__}"
+    cores = len(os.sched_getaffinity(0))
+    return f"{cores} core{'s' * (cores > 1)} of {model}, torch {torch.__version__}"
 
 
 def where_and_when():
@@ -250,12 +250,15 @@ def where_and_when():
 
 def train_all(tasks, seeds):
     """Train and write one file for each task."""
-    draw.RESULTS.mkdir(exist_ok=True)
     for task in tasks:
         runs = [train(task, seed) for seed in seeds]
-        result = {"task": task, "command": command_of(task), **where_and_when(), "runs": runs}
-        (draw.RESULTS / f"{task}.json").write_text(dump(result) + "\n")
+        keep(task, {"command": command_of(task), **where_and_when(), "runs": runs})
         print(task, *(run["evaluation"] for run in runs), sep="\n  ", flush=True)
+
+
+def keep(name, result):
+    """Write what was found to notebooks/results/NAME.json."""
+    (draw.RESULTS / f"{name}.json").write_text(dump(result) + "\n")
 
 
 def dump(result):
@@ -320,22 +323,6 @@ def commands():
     return "\n".join(lines)
 
 
-def pictures():
-    """The whole algorithm; what the samplers do with the same steps; and success and SPL of
-    pointnav, with the camera and without."""
-    matplotlib.use("Agg")
-    draw.setup()
-    folder = ROOT / "notebooks" / "pictures"
-    seconds_NK = draw.step_times(4, 0.4, 0.6)
-    costs = {"inference_sec": 0.05, "learning_sec": 3.0}
-    timeline = draw.compare_samplers(seconds_NK, 8, 3, **costs, height=6.0)
-    timeline.savefig(folder / "timeline.png", dpi=90)
-    draw.whole().savefig(folder / "whole.png", dpi=90)
-    tasks = {"depth camera": "pointnav", "blind": "pointnav-blind"}
-    results = {label: draw.load_result(task) for label, task in tasks.items()}
-    draw.learning_curves(results).savefig(folder / "pointnav.png", dpi=100)
-
-
 def film(run):
     """Three far goals of validation episodes, reached by the agent of this run folder: its camera,
     and its way on the floor plan, at every third step."""
@@ -370,7 +357,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("train", "pictures", "film"))
+    parser.add_argument("what", choices=("train", "film"))
     parser.add_argument("names", nargs="*", help="what to train (README's tasks), or a run to film")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     arguments = parser.parse_args()
@@ -378,7 +365,5 @@ if __name__ == "__main__":
         groups = {"published": list(PUBLISHED)}
         names = [name for given in arguments.names for name in groups.get(given, [given])]
         train_all(names or TASKS, arguments.seeds)
-    elif arguments.what == "film":
-        film(*arguments.names)
     else:
-        pictures()
+        film(*arguments.names)

@@ -1,7 +1,7 @@
 """What every sampler learns from equally many steps: curves of CartPole and PointNav, five seeds
 (figure 5 of the paper).
 
-    python tests/benchmarks/sample_efficiency.py --folder efficiency --jobs 2
+    python tests/benchmarks/sample_efficiency.py --folder runs/efficiency --jobs 2
 
 The simulators are emulated to be uneven (uneven.py), or the samplers would hardly differ. Every run
 is ver_ppo.py as the command line starts it, with the flags in TASKS, MODES and COMMON, two at a
@@ -10,10 +10,10 @@ repeated, so this can be interrupted and started again (choose another folder af
 flags). Needs about an hour on two cores.
 
 The curves are TensorBoard's, means of the last 100 training episodes, interpolated on a grid of
-steps that all runs share. Written to FOLDER: sample_efficiency.png, the interquartile mean over the
-seeds and its bootstrapped 95 % interval (Agarwal et al. 2021), and sample_efficiency.json. Printed
-at the end, for each mode: area under the curve (its mean over the grid), final value, and whether
-the area of `ver` lies within the interval of `sync`.
+steps that all runs share. Printed at the end, for each mode: area under the curve (its mean over
+the grid) and final value, each as the interquartile mean over the seeds and its bootstrapped 95 %
+interval (Agarwal et al. 2021), and whether the area of `ver` lies within the interval of `sync`;
+then the same and the curves as JSON, of which all.py makes the manual's table and picture.
 """
 
 import argparse
@@ -27,8 +27,6 @@ import sys
 import time
 from pathlib import Path
 
-import matplotlib
-import matplotlib.pyplot as plt
 import numpy as np
 from peers import kill_session
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -56,7 +54,7 @@ MODES = {
     "ver+overlap": "--sampler ver --overlap",
     "async": "--sampler async",
 }
-GRID = 100  # points of a curve
+GRID = 50  # points of a curve
 RESAMPLES = 2000
 
 
@@ -171,12 +169,12 @@ def estimate(values_KX):
     means_RX = interquartile_mean(values_KX[drawn_RK], axis=1)
     low, high = np.percentile(means_RX, (2.5, 97.5), axis=0)
     mean = np.asarray(interquartile_mean(values_KX))
-    return {"iqm": mean.tolist(), "low": low.tolist(), "high": high.tolist()}
+    found = {"iqm": mean, "low": low, "high": high}
+    return {name: np.round(values, 4).tolist() for name, values in found.items()}
 
 
 def summarize(args):
-    """task -> tag -> mode -> curve, area and final value, each as `estimate` gives them, and each
-    seed's curve."""
+    """task -> tag -> mode -> curve, area and final value, each as `estimate` gives them."""
     report = {}
     for task in args.tasks:
         flags, tags, _ = TASKS[task]
@@ -190,9 +188,9 @@ def summarize(args):
                     "curve": estimate(curve_KG),
                     "area": estimate(curve_KG.mean(axis=1)),
                     "final": estimate(curve_KG[:, -1]),
-                    "seeds": curve_KG.tolist(),
                 }
-        report[task] = {"flags": f"{COMMON} {flags}", "steps": grid_G.tolist(), "tags": found}
+        flags = f"{COMMON} {flags}"
+        report[task] = {"flags": flags, "steps": grid_G.tolist(), "tags": found}
     return report
 
 
@@ -201,11 +199,10 @@ def show(estimated):
     return "{iqm:.3f} [{low:.3f}, {high:.3f}]".format(**estimated)
 
 
-def print_table(report):
+def print_table(report, seeds):
     """Area under the curve and final value of every mode, and whether `ver` learns like `sync`."""
     for task, results in report.items():
         for tag, modes in results["tags"].items():
-            seeds = len(next(iter(modes.values()))["seeds"])
             print(f"\n{task} {tag}: interquartile mean [95 % interval] of {seeds} seeds")
             for mode, result in modes.items():
                 print(f"  {mode:12} area {show(result['area']):28} final {show(result['final'])}")
@@ -214,25 +211,6 @@ def print_table(report):
                 sync = modes["sync"]["area"]
                 within = "within" if sync["low"] <= ver["iqm"] <= sync["high"] else "not within"
                 print(f"  area of ver: {within} the interval of sync")
-
-
-def draw(report, path):
-    """Every task's curves side by side."""
-    matplotlib.use("Agg")
-    panels = [(task, tag) for task in report for tag in report[task]["tags"]]
-    figure, axes = plt.subplots(1, len(panels), figsize=(4.5 * len(panels), 3.6), squeeze=False)
-    for axis, (task, tag) in zip(axes[0], panels):
-        thousand_G = np.array(report[task]["steps"]) / 1000
-        for mode, result in report[task]["tags"][tag].items():
-            curve = result["curve"]
-            (line,) = axis.plot(thousand_G, curve["iqm"], label=mode, lw=1.5)
-            look = {"color": line.get_color(), "alpha": 0.15, "lw": 0}
-            axis.fill_between(thousand_G, curve["low"], curve["high"], **look)
-        axis.set(xlabel="thousand steps", ylabel=tag.split("/")[1].replace("_", " "), title=task)
-        axis.grid(alpha=0.3)
-    axes[0][0].legend(loc="lower right")
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
 
 
 if __name__ == "__main__":
@@ -253,6 +231,5 @@ if __name__ == "__main__":
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     train(list_runs(arguments), arguments.jobs, arguments.timeout)
     report = summarize(arguments)
-    (arguments.folder / "sample_efficiency.json").write_text(json.dumps(report, indent=2) + "\n")
-    draw(report, arguments.folder / "sample_efficiency.png")
-    print_table(report)
+    print_table(report, arguments.seeds)
+    print(json.dumps(report))

@@ -1,13 +1,11 @@
 """What a trained PointNav agent is worth on other tasks: the variants of DD-PPO section 6, on Flee
 and Explore.
 
-    python tests/benchmarks/transfer.py run --checkpoint FILE    FILE: of a run of `pointnav`
-    python tests/benchmarks/transfer.py table                    prints the manual's table
-    python tests/benchmarks/transfer.py picture                  draws pictures/transfer.png
+    python tests/benchmarks/transfer.py --checkpoint FILE    FILE: of a run of `pointnav`
 
 Each run is a ver_ppo.py of its own, on the built-in simulator, and ends with the evaluation of 200
-validation episodes. What came out is kept in notebooks/results/transfer.json; `run` does what is
-not there yet. Two minutes each, by hand.
+validation episodes. What came out is kept in notebooks/results/transfer.json, of which all.py makes
+the manual's table and picture; runs that are there already are not repeated. Two minutes each.
 """
 
 import argparse
@@ -15,9 +13,8 @@ import json
 import tempfile
 from pathlib import Path
 
-import matplotlib
 import numpy as np
-from results import ROOT, draw, dump, machine, read_curves, run_command
+from results import draw, keep, read_curves, run_command, where_and_when
 
 TASKS = {"Flee": "m from the start", "Explore": "m² seen"}
 VARIANTS = {  # what is taken from the checkpoint
@@ -29,6 +26,7 @@ VARIANTS = {  # what is taken from the checkpoint
     ),
 }
 FILE = draw.RESULTS / "transfer.json"
+COMMAND = "python tests/benchmarks/transfer.py --checkpoint FILE"
 
 
 def train(task, variant, seed, args):
@@ -48,7 +46,7 @@ def train(task, variant, seed, args):
 def train_all(args):
     """All that is missing; one seed of everything after the other, so that whatever disturbs,
     disturbs all."""
-    found = {"machine": machine(), "runs": {}}
+    found = {"command": COMMAND, **where_and_when(), "runs": {}}
     if FILE.exists():
         found = json.loads(FILE.read_text())
     for seed in args.seeds:
@@ -57,7 +55,7 @@ def train_all(args):
                 runs = found["runs"].setdefault(task, {}).setdefault(variant, [])
                 if seed not in [run["seed"] for run in runs]:
                     runs.append(train(task, variant, seed, args))
-                    FILE.write_text(dump(found) + "\n")
+                    keep("transfer", found)
 
 
 def table(runs):
@@ -70,27 +68,15 @@ def table(runs):
             means = [run["evaluation"]["return"][0] for run in runs[task][variant]]
             cells.append(f"{np.mean(means):.1f} ({min(means):.1f} to {max(means):.1f})")
         lines.append(f"| {variant} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    return lines
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("run", "table", "picture"))
-    parser.add_argument("--checkpoint", type=Path)
+    parser.add_argument("--checkpoint", type=Path, required=True)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--total-timesteps", type=int, default=200_000)
-    arguments = parser.parse_args()
-    if arguments.what == "run" and not arguments.checkpoint:
-        parser.error("give --checkpoint")
-    if arguments.what == "run":
-        train_all(arguments)
-    elif arguments.what == "table":
-        print(table(json.loads(FILE.read_text())["runs"]))
-    else:
-        matplotlib.use("Agg")
-        draw.setup()
-        figure = draw.transfer_curves(json.loads(FILE.read_text())["runs"], TASKS)
-        figure.savefig(ROOT / "notebooks" / "pictures" / "transfer.png", dpi=100)
+    train_all(parser.parse_args())
