@@ -1080,7 +1080,7 @@ def ppo_update(policy, optimizer, rollout, options, average=lambda tensors: None
             batch["advantage"] = (batch["advantage"] - mean) / deviation
             batch["scale"] = scale
             logs.append(minibatch_step(policy, optimizer, batch, options, average))
-    # mean and deviation of RGB images: after learning, which must see what acting saw
+    # mean and deviation of observations: after learning, which must see what acting saw
     update_statistics(policy, rollout, average)
     table = torch.stack([torch.stack(list(log.values())) for log in logs])
     means = dict(zip(logs[0], table.mean(dim=0).cpu().tolist()))  # one download
@@ -1313,7 +1313,7 @@ def time_limit(sec):
 def check_wrappers(env):
     """Raise UserError for wrappers of Gymnasium that keep running statistics."""
     instead = {
-        "NormalizeObservation": "gymnasium.wrappers:RescaleObservation(min_obs=-1, max_obs=1)",
+        "NormalizeObservation": "nothing (vectors without bounds are normalized)",
         "NormalizeReward": "nothing (rewards of any size are learned alike)",
     }
     while isinstance(env, gym.Wrapper):
@@ -1582,7 +1582,7 @@ def reevaluate(policy, rollout, options):
 
 # --------------------------------------------------------------------------------------- Encoders
 # Adds image and vector encoders, among them the papers' residual networks, and running statistics
-# of RGB images. The lesson calls `build_encoders`, and `update_statistics` after every update.
+# of what they read. The lesson calls `build_encoders`, and `update_statistics` after every update.
 
 
 def image_layout(space):
@@ -1599,10 +1599,39 @@ def image_layout(space):
     return (shape[2], *shape[:2], True) if shape[2] <= shape[0] else (*shape, False)
 
 
+class Statistics(nn.Module):
+    """Normalizes each of C channels by its mean and deviation in all rollouts so far (DD-PPO
+    section 6). These are parameters without gradient: they travel with the weights."""
+
+    def __init__(self, channels):
+        super().__init__()
+        self.mean_C = nn.Parameter(torch.zeros(channels), requires_grad=False)
+        self.variance_C = nn.Parameter(torch.ones(channels), requires_grad=False)
+        self.rollouts = nn.Parameter(torch.zeros(()), requires_grad=False)  # they are of so many
+
+    def forward(self, x):
+        """`x`: B x C, or B x C x height x width."""
+        shape = self.mean_C.shape + (1,) * (x.dim() - 2)
+        deviation_C = self.variance_C.clamp(min=1e-6).sqrt()
+        return (x - self.mean_C.view(shape)) / deviation_C.view(shape)
+
+    def take_in(self, x, average):
+        """Let them be of these observations, too, and of those of other ranks."""
+        x = x.transpose(0, 1).flatten(1)
+        mean_C = x.mean(dim=1)
+        average([mean_C])
+        variance_C = ((x - mean_C[:, None]) ** 2).mean(dim=1)
+        average([variance_C])
+        self.rollouts += 1
+        away_C = mean_C - self.mean_C
+        share = 1 / self.rollouts  # of these observations among all
+        self.mean_C += share * away_C
+        self.variance_C += share * (variance_C + (1 - share) * away_C**2 - self.variance_C)
+
+
 class Images(nn.Module):
     """The images of one size (RGB and depth, say), stacked as B x channels x height x width. uint8
-    is scaled to 0..1; where there is any, every channel is normalized by running statistics (DD-PPO
-    section 6), which are parameters without gradient: they travel with the weights."""
+    is scaled to 0..1; where there is any, every channel is normalized."""
 
     def __init__(self, spaces):
         super().__init__()
@@ -1610,12 +1639,10 @@ class Images(nn.Module):
         layouts = list(self.layouts.values())
         self.size = layouts[0][1:3]
         self.channels = sum(layout[0] for layout in layouts)
-        self.normalized = any(space.dtype == np.uint8 for space in spaces.values())
-        moments_2C = torch.tensor([[0.0], [1.0]]).repeat(1, self.channels)  # of value and square
-        self.moments_2C = nn.Parameter(moments_2C, requires_grad=False)
-        self.rollouts = nn.Parameter(torch.zeros(()), requires_grad=False)  # they are means of
+        bytes_there = any(space.dtype == np.uint8 for space in spaces.values())
+        self.normalize = Statistics(self.channels) if bytes_there else nn.Identity()
 
-    def stack(self, obs):
+    def read(self, obs):
         """The images, not yet normalized."""
         images = []
         for key, (_, _, _, channels_last) in self.layouts.items():
@@ -1626,10 +1653,7 @@ class Images(nn.Module):
         return torch.cat(images, dim=1) if len(images) > 1 else images[0]
 
     def forward(self, obs):
-        if not self.normalized:
-            return self.stack(obs)
-        mean_C, square_C = self.moments_2C[..., None, None]
-        return (self.stack(obs) - mean_C) / (square_C - mean_C**2).clamp(min=1e-4).sqrt()
+        return self.normalize(self.read(obs))
 
 
 def image_encoders(policy):
@@ -1639,19 +1663,16 @@ def image_encoders(policy):
 
 @torch.no_grad()
 def update_statistics(policy, rollout, average):
-    """Let the running statistics take in 256 images of a rollout, and those of other ranks. Frozen
+    """Let the running statistics take in 256 steps of a rollout, and those of other ranks. Frozen
     encoders keep theirs."""
     some = slice(0, rollout.learned, rollout.learned // 256 + 1)
-    for encoder in image_encoders(policy):
-        images = encoder.images
-        weight = encoder.out.weight
-        if images.normalized and weight.requires_grad:
-            obs = {key: rollout.obs[key][some] for key in images.layouts}
-            image_BCHW = images.stack(obs)
-            moments_2C = torch.stack([(image_BCHW**k).mean(dim=(0, 2, 3)) for k in (1, 2)])
-            average([moments_2C])
-            images.rollouts += 1
-            images.moments_2C += (moments_2C - images.moments_2C) / images.rollouts
+    obs = {key: part[some] for key, part in rollout.obs.items()}
+    for encoder in policy.encoders.values():
+        reader = getattr(encoder, "images", encoder)
+        normalize = getattr(reader, "normalize", None)
+        learns = any(weight.requires_grad for weight in encoder.parameters())
+        if isinstance(normalize, Statistics) and learns:
+            normalize.take_in(reader.read(obs), average)
 
 
 class SmallCNN(nn.Module):
@@ -1778,8 +1799,9 @@ class ResNet(nn.Module):
 
 
 class Vector(nn.Module):
-    """Two-layer perceptron for a vector, or (beside the papers' encoders) one linear layer to 32
-    features as in DD-PPO. Choices enter as one-hot vectors, bytes as 0..1."""
+    """Two-layer perceptron for a vector, which is normalized where its space has no bounds; or
+    (beside the papers' encoders) one linear layer to 32 features as in DD-PPO. Choices enter as
+    one-hot vectors, bytes as 0..1."""
 
     def __init__(self, key, space, out_features, linear):
         super().__init__()
@@ -1791,19 +1813,27 @@ class Vector(nn.Module):
         if self.choices:  # where the one-hot part of each dimension begins
             begin_D = np.cumsum([0, *self.choices[:-1]]) - np.ravel(space.start)
             self.register_buffer("begin_D", torch.from_numpy(begin_D), persistent=False)
+        box = isinstance(space, gym.spaces.Box)
+        unbounded = box and np.abs([space.low, space.high]).max() > 1e6
+        normalized = unbounded and not linear
+        self.normalize = Statistics(self.in_features) if normalized else nn.Identity()
         self.layers = orthogonal(nn.Linear(self.in_features, self.out_features))
         if not linear:
             second = orthogonal(nn.Linear(out_features, out_features))
             self.layers = nn.Sequential(self.layers, nn.Tanh(), second, nn.Tanh())
 
-    def forward(self, obs):
+    def read(self, obs):
+        """The numbers, not yet normalized."""
         vector = obs[self.key].reshape(len(obs[self.key]), -1)
         if self.choices:
             hot_BF = vector.new_zeros(len(vector), self.in_features, dtype=torch.float32)
-            return self.layers(hot_BF.scatter_(1, vector + self.begin_D, 1.0))
+            return hot_BF.scatter_(1, vector + self.begin_D, 1.0)
         if vector.dtype == torch.uint8:
             vector = vector / 255
-        return self.layers(vector.float())
+        return vector.float()
+
+    def forward(self, obs):
+        return self.layers(self.normalize(self.read(obs)))
 
 
 def encoder_name(key):

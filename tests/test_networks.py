@@ -18,6 +18,7 @@ from tests.test_run import logged, one_line, run_folders, run_here, saved, small
 DEPTH = gym.spaces.Box(0, 1, (128, 128, 1), np.float32)
 RGB = gym.spaces.Box(0, 255, (128, 128, 3), np.uint8)
 GOAL = gym.spaces.Box(-np.inf, np.inf, (3,), np.float32)
+NEAR = gym.spaces.Box(-9, 9, (3,), np.float32)
 
 
 def build(observations, action=gym.spaces.Discrete(4), **options):
@@ -163,28 +164,39 @@ def test_nothing_to_observe():
 
 
 def test_running_statistics():
-    """RGB is normalized by mean and deviation of all rollouts so far, channel by channel; depth
-    alone is not."""
-    policy = build({"rgb": RGB, "depth": DEPTH}, hidden_size=16)
+    """RGB, and vectors without bounds, are normalized by mean and deviation of all rollouts so far,
+    channel by channel; depth alone, bounded vectors and those of the papers' networks are not."""
+    policy = build({"rgb": RGB, "depth": DEPTH, "goal": GOAL, "near": NEAR}, hidden_size=16)
     rng = np.random.default_rng(0)
-    seen = []
+    images, goals = [], []
     for k in (0, 1, 2):
         rgb = rng.integers(50 * k, 50 * k + 90, (8, 128, 128, 3), dtype=np.uint8)
-        obs = {
-            "rgb": torch.from_numpy(rgb),
-            "depth": torch.from_numpy(rng.random((8, 128, 128, 1), np.float32)),
-        }
+        depth = rng.random((8, 128, 128, 1), np.float32)
+        # far from 0 and close together: their squares would differ in the seventh digit
+        goal = rng.normal([1e4, -3.0, 0.0], [1.0, 0.1, 50.0], (8, 3)).astype(np.float32)
+        obs = {"rgb": rgb, "depth": depth, "goal": goal, "near": goal}
+        obs = {key: torch.from_numpy(part) for key, part in obs.items()}
         ver_ppo.update_statistics(
             policy, SimpleNamespace(learned=8, obs=obs, device="cpu"), lambda tensors: None
         )
-        seen.append(np.concatenate([rgb / 255, obs["depth"]], axis=3))
-    everything = np.concatenate(seen)
-    expected = (seen[-1] - everything.mean(axis=(0, 1, 2))) / everything.std(axis=(0, 1, 2))
-    images = policy.encoders["rgb"].images
-    np.testing.assert_allclose(images(obs).permute(0, 2, 3, 1).numpy(), expected, atol=2e-3)
+        images.append(np.concatenate([rgb / 255, depth], axis=3))
+        goals.append(goal.astype(np.float64))
+    everything = np.concatenate(images)
+    expected = (images[-1] - everything.mean(axis=(0, 1, 2))) / everything.std(axis=(0, 1, 2))
+    found = policy.encoders["rgb"].images(obs).permute(0, 2, 3, 1)
+    np.testing.assert_allclose(found.numpy(), expected, atol=2e-3)
+    everything = np.concatenate(goals)
+    expected = (goals[-1] - everything.mean(axis=0)) / everything.std(axis=0)
+    vector = policy.encoders["goal"]
+    np.testing.assert_allclose(vector.normalize(vector.read(obs)).numpy(), expected, atol=2e-3)
     assert torch.equal(ver_ppo.Images({"depth": DEPTH})(obs)[:, 0], obs["depth"][..., 0])
+    plain = ver_ppo.Vector("goal", GOAL, 32, linear=True)
+    for encoder in (policy.encoders["near"], plain):
+        assert torch.equal(encoder(obs), encoder.layers(obs["goal"]))
     names = [name for name, _ in policy.named_parameters()]  # these go from who learns to who acts
-    assert {"encoders.rgb.images.moments_2C", "encoders.rgb.images.rollouts"} <= set(names)
+    for encoder in ("rgb.images", "goal"):
+        own = {f"encoders.{encoder}.normalize.{name}" for name in ("mean_C", "variance_C", "rollouts")}
+        assert own <= set(names)
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -244,7 +256,7 @@ def test_cpc_trains(tmp_path):
     assert len(losses) == 25 and np.mean(losses[-5:]) < np.mean(losses[:5])
     line = "--env-kwargs simulator=builtin camera=rgb --encoder resnet18 --cpc --debug"
     folder = run_here(tmp_path / "2", f"{line} --num-workers 2 --overlap --total-timesteps 128")
-    assert saved(folder)["policy"]["encoders.rgb.images.rollouts"] == 2
+    assert saved(folder)["policy"]["encoders.rgb.images.normalize.rollouts"] == 2
     assert len(logged(folder, "losses/cpc")) == 2
 
 

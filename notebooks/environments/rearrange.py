@@ -60,7 +60,7 @@ class Rearrange(PointNav):
         super().__init__(split, camera, image_size)
         self.skill = skill
         self.action_space = gym.spaces.Box(-1, 1, (6 if base else 4,), np.float32)
-        arm_space = gym.spaces.Box(-np.inf, np.inf, (3,), np.float32)
+        arm_space = gym.spaces.Box(-np.pi, np.pi, (3,), np.float32)
         spaces = {**self.observation_space, "goal": GOAL_SPACE, "arm": arm_space}
         self.observation_space = gym.spaces.Dict(spaces)
 
