@@ -39,15 +39,18 @@ import ver_ppo  # noqa: E402
 from notebooks import draw  # noqa: E402
 from notebooks.extensions import play  # noqa: E402
 
-BLIND = "pointnav --no-overlap --num-minibatches 2 --total-timesteps 2500000 --encoder none"
 CUE = "tests.envs:Cue-v0 --total-timesteps 100000"
 TASKS = {  # what it is, arguments, results to show; nearly all with no option but the steps
     "pointnav": (
-        "`pointnav`, 64×64 depth, 64 unseen floor plans, 2 M steps (commit f6503bf)",
+        "`pointnav`, 64×64 depth, 64 unseen floor plans, 2 M steps",
         "pointnav",
         ("success", "spl"),
     ),
-    "pointnav-blind": ("without the camera, 2.5 M (commit f6503bf)", BLIND, ("success", "spl")),
+    "pointnav-blind": (
+        "the same without the camera, 2.5 M",
+        "pointnav --total-timesteps 2500000 --encoder none",
+        ("success", "spl"),
+    ),
     "cartpole": (
         "`CartPole-v1`, 150 k (a random agent: 24)",
         "CartPole-v1 --total-timesteps 150000",
