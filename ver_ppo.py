@@ -27,18 +27,18 @@ The processes and what passes between them (section 2.1, figure 2 of the paper):
 
 A *step* begins when inference chooses an action; it is then *in flight*, in the environment's row
 of `pending`. When its answer (reward, whether the episode ended) is taken, it is complete and moves
-to the next free index of the rollout. An environment that has answered and gets no action because
-enough steps are complete is *idle*. The *version* of a policy is the number of updates before it.
-A *segment* is one environment's (async: one trajectory's) steps of a rollout, in time order. Cut
-where episodes begin, segments become *sequences*.
+to the next free index of the rollout. An environment whose answer was taken and that gets no action
+because enough steps are complete is *idle*. The *version* of a policy is the number of updates
+before it. A *segment* is one environment's (async: one trajectory's) steps of a rollout, in time
+order. Cut where episodes begin, segments become *sequences*.
 
 Shapes, at least the first dimensions, stand in the names: N environments, S steps of a rollout,
 Q sequences, M steps of a mini-batch, B any batch (env_B: the numbers of B environments), H hidden
 units, L layers, F features, A dimensions of an action. action_BA is B x A, log_prob_B B numbers.
 
 The file down to "End of the lesson" is VER, in the order in which a step travels; what is drawn
-here is --no-overlap, the papers' order (on CPUs, another process collects). Each section below adds
-something that a real run needs, can be read alone, and says by which name the lesson calls it. (The
+here is --no-overlap, the papers' order (on CPUs, another process collects). Each section after that
+adds something that a real run needs, can be read alone, and says what the lesson calls of it. (The
 simulators are environments like any other, in notebooks/environments/.) Papers: VER; DD-PPO
 (Wijmans et al. 2020); Sample Factory (Petrenko et al. 2020).
 """
@@ -107,8 +107,8 @@ class Options:
     num_envs: int = 16  # N, environments that run in parallel
     num_steps: int = 128  # T: a rollout is T x N steps, T from each environment on average
     # processes that share the environments; 0: all are in the process that collects (debuggers and
-    # exact repetition: --no-overlap, too); auto: as many as keep the CPU cores busy, by the time
-    # that some steps take
+    # exact repetition: --no-overlap, too); auto: as many as keep the CPU cores busy, judged by
+    # the time that a few steps take
     num_workers: int | Literal["auto"] = "auto"
     max_requests: int = 256  # most answers taken at once (idle environments all act in one batch)
     # which steps make a rollout. ver: whichever come first; nover: T of each environment (VER
@@ -178,7 +178,7 @@ class Options:
 # ----------------------------------------------------------------------------------------- Policy
 
 ACTION_FEATURES = 32  # of the previous action's embedding
-NEWEST_SHARE = 0.05  # of the newest rollout in the mean square that is the critic's scale
+NEWEST_SHARE = 0.05  # of the newest rollout in the mean square of returns (`return_scale`)
 
 
 def orthogonal(layer, gain=math.sqrt(2)):
@@ -253,8 +253,10 @@ class Policy(nn.Module):
 
     Another policy needs what the trainer uses: `step`, `sequences`, `state_shape`, `log_ent_coef`,
     `encoders`, and `critic`, a `Critic`, which gives its values. For another core alone, override
-    `make_core`. Of `spec` (`EnvSpec`, below), `choices` are the numbers of choices of each action
-    dimension, none if actions are continuous.
+    `make_core`. `spec` (`EnvSpec`) says what an environment gives and takes: `observations`, its
+    parts by name; `choices`, the numbers of choices of each action dimension, none if actions are
+    continuous; and below `obs_fields`, (name, type, shape) of each part, `action_dims`, which is A,
+    and `episode_columns`: return, length and metrics of an episode.
     """
 
     def __init__(self, spec, options):
@@ -268,10 +270,10 @@ class Policy(nn.Module):
             offset_A = torch.tensor([0, *np.cumsum(parts)[:-1]])
             self.register_buffer("token_offset_A", offset_A, persistent=False)
             self.action_embedding = nn.Embedding(sum(parts), ACTION_FEATURES)
-            # in a table of one row for each dimension, as wide as the widest: where its logits go
+            # logits become a table: a row for each dimension, padded to the widest; these are used
             possible = torch.arange(max(self.choices)) < torch.tensor(self.choices)[:, None]
             self.table_shape = possible.shape
-            self.register_buffer("cell", possible.flatten().nonzero()[:, 0], persistent=False)
+            self.register_buffer("used", possible.flatten().nonzero()[:, 0], persistent=False)
         else:
             self.action_embedding = nn.Linear(spec.action_dims, ACTION_FEATURES)
             self.log_std_A = nn.Parameter(torch.full((spec.action_dims,), -0.5))
@@ -309,7 +311,7 @@ class Policy(nn.Module):
         out = self.actor(core_BH)
         if self.choices:  # one categorical for each action dimension
             logits = out.new_full((len(out), self.table_shape.numel()), -math.inf)
-            logits = logits.index_copy(1, self.cell, out).view(-1, *self.table_shape)
+            logits = logits.index_copy(1, self.used, out).view(-1, *self.table_shape)
             each = Categorical(logits=logits, validate_args=False)
         else:
             each = Normal(out, self.log_std_A.expand_as(out).exp(), validate_args=False)
@@ -415,7 +417,7 @@ class Rollout(Shared):
         if delayed:
             share_memory([*self.obs.values(), self.state])
         self.size = 0  # steps that are collected: the first ones of the table
-        # steps that PPO uses: these; with many GPUs S, once a short rollout is filled up
+        # steps that PPO uses: `size`; with many GPUs S, once `fill_up` has added earlier ones
         self.learned = 0
         # value after each segment's last step: N segments (async has N trajectories, too)
         self.bootstrap = np.zeros(num_envs, np.float32)
@@ -496,10 +498,9 @@ class Environment:
             self.step()
 
     def start(self):
-        """Make the environment. If a step is in flight (asked of an earlier process that is gone),
-        this answer completes it, with reward 0: truncated at the last observation; terminated where
-        that begins an episode, because it may be the next one already. If none is, as in the very
-        beginning, the observation alone is looked at."""
+        """Make the environment. Of this first answer, `obs` and `first` count. (After a crash, it
+        also completes the step that was lost, with reward 0: truncated at the observation in this
+        row; terminated if that is already the next episode's first one.)"""
         io = self.io
         e = self.number
         self.env = make_env(self.options, self.split, e)
@@ -601,7 +602,7 @@ class Workers:
         self.environments = environments
         self.num_workers = num_workers
         self.context = process_context()
-        # when each was asked to answer (time.monotonic); 0: it has answered
+        # when each was asked to answer (time.monotonic), 0: it has answered; for `Supervision`
         self.asked_at_N = np.zeros(len(environments))
         self.answers, self.outbox = self.context.Pipe(duplex=False)
         self.pipes = [self.context.Pipe(duplex=False) for _ in range(self.num_workers)]
@@ -609,7 +610,7 @@ class Workers:
         self.send(np.arange(len(environments)))
 
     def start(self, worker, body=env_worker, *more):
-        """Start a worker's process: it has every W-th environment. (Another body: below.)"""
+        """Start a worker's process: it has every W-th environment. (Another body: Supervision.)"""
         mine = {each.number: each for each in self.environments[worker :: self.num_workers]}
         inbox, _ = self.pipes[worker]
         arguments = (inbox, self.outbox, mine, *more)
@@ -675,8 +676,8 @@ class Collector:
 
 def await_answers(c, most, collected=0):
     """Dynamic batching (VER section 2.1): the environments that have answered, at least one, in
-    order of arrival; `sync` waits for all. Empty if the rollout, of which so many steps are
-    collected, must end first."""
+    order of arrival, at most so many: others stay in flight. `sync` waits for all. Empty if the
+    rollout, of which so many steps are collected, must end first."""
     # check_options sees to it that sync may take all at once
     needed = c.options.num_envs if c.options.sampler == "sync" else 1
     began_at = time.perf_counter()
@@ -695,7 +696,7 @@ def observe(c, env_B, final=False):
     of `Policy.step`. With `final`, at the end of a truncated episode instead of at the start of the
     next one."""
     rows = c.io.final_obs if final else c.io.obs
-    first_B = c.io.first[env_B] & (not final)  # after a reset, it is about the next episode
+    first_B = c.io.first[env_B] & (not final)  # it is about the next episode then
     arrays = [env_B, c.pending.action[env_B], first_B]
     arrays += [rows[key][env_B] for key in rows.dtype.names]
     index_B, prev_action_BA, first_B, *parts = upload(arrays, c.device)
@@ -825,7 +826,7 @@ def inline_rollouts(policy, spec, options, run):
         c = Collector(workers, io, policy, spec, options, run.enough)
         for version in itertools.count(run.update):
             c.version = version
-            torch.set_num_threads(1)  # the workers want the cores now
+            torch.set_num_threads(1)  # the workers want the cores now; learning takes more
             collect_rollout(policy, rollout, c)
             yield rollout
 
@@ -888,8 +889,9 @@ def compute_advantages(
     section 4).
 
     Walks backwards and keeps, for each segment, value and advantage of the step that follows: at
-    first the segment's bootstrap value and 0, and where an episode is done, 0 and 0. `keep_S`: how
-    much of a step's advantage earlier steps see (all, unless data are older). Returns advantages.
+    first the segment's bootstrap value and 0, and where an episode is done, 0 and 0. `keep_S`: what
+    share of a step's advantage earlier steps see: all, or for older data that of V-trace
+    (`reevaluate`). Returns advantages.
 
     >>> segment, reward, value = np.array([0, 0, 1]), np.ones(3), np.zeros(3)
     >>> done, bootstrap = np.array([False, True, False]), np.array([9.0, 4.0])
@@ -920,7 +922,8 @@ def importance_weights(env_S, num_envs, maximum=1.0):
     "Max VER IS").
 
     An environment that gave K_e of the S steps was sampled K_e / S of the time instead of 1 / N, so
-    each of its steps weighs min(maximum, (S / N) / K_e). Slow environments are not weighted up.
+    each of its steps weighs min(maximum, (S / N) / K_e). Slow environments are not weighted up, so
+    the mean weight is below 1.
 
     >>> importance_weights(np.array([0, 0, 0, 0, 1, 2]), num_envs=3)
     array([0.5, 0.5, 0.5, 0.5, 1. , 1. ], dtype=float32)
@@ -931,8 +934,8 @@ def importance_weights(env_S, num_envs, maximum=1.0):
 
 
 def add_returns(policy, rollout, options):
-    """Write advantage, return and weight of every collected step into the rollout: GAE by the
-    values that are stored; if older policies collected it, corrected by what the policy finds now.
+    """Write advantage, return and weight of every collected step into the rollout: GAE with the
+    stored values; if older policies collected it, V-trace with what the policy finds now.
     The weights count segments: environments, or async's trajectories, which are equally long."""
     steps = rollout.rows[: rollout.size]
     value_S = steps["value"]
@@ -1047,7 +1050,8 @@ def return_scale(policy, rollout, average):
     """The unit in which values are learned: the running root mean square of the returns, after it
     has taken in those of a rollout, of all processes that learn together. So rewards of any size
     are learned alike, as if they were normalized (Engstrom et al. 2020), but what is stored and
-    logged stays in the environment's units."""
+    logged stays in the environment's units. (PopArt would rescale the critic's layer whenever the
+    scale moves; from the second rollout on, that is by a few per cent.)"""
     returns_S = rollout.returns[: rollout.learned].astype(float)
     scale = policy.critic.scale
     square = torch.full_like(scale, (returns_S**2).mean())
@@ -1134,8 +1138,8 @@ def train(options):
 
 # ---------------------------------------------------------------------- Any Gymnasium environment
 # Adds what an environment may be: its id, arguments and wrappers, its spaces, its actions, and how
-# many processes suit it. The lesson calls `make_env`, `describe_env`, `flatten`, `to_env_action`,
-# `derive_seed` and `count_workers`.
+# many processes suit it. The lesson calls `make_env`, `describe_env`, `to_env_action`,
+# `derive_seed` and `overlap_pays`.
 
 CHEAP_STEP_SEC = 50e-6  # faster steps are not worth the two messages to another process
 LARGE_IMAGE = 128  # pixels
@@ -1877,7 +1881,7 @@ def build_encoders(spec, options):
 
 # ------------------------------------------------------------------------------------------ CPC|A
 # Adds an auxiliary loss, action-conditional contrastive prediction (Guo et al. 2018; VER section
-# 3): --cpc. The lesson calls `ContrastivePrediction` and `cpc_loss`.
+# 3): --cpc. The lesson calls `ContrastivePrediction`, `cpc_loss` and `CPC_COEF`.
 
 # as in habitat-baselines: how many steps ahead, start steps of a sequence, futures and negatives of
 # each, weight in the loss
@@ -1956,7 +1960,7 @@ def cpc_loss(policy, features_MF, core_MH, batch):
 
 # ------------------------------------------------------------------------------------ Supervision
 # Adds workers that are started again when environments raise, hang or die, and --num-workers 0.
-# The lesson calls `make_workers`, `process_context` and `share_memory`.
+# The lesson calls `make_workers`, `process_context`, `share_memory` and `end_process`.
 
 SIGNALS = signal.SIGINT, signal.SIGTERM
 CLOSING_SEC = 5
@@ -2257,10 +2261,12 @@ def check_rollout(rollout, version, lag=0):
 
 # ------------------------------------------------------------------------------------- Run folder
 # Adds what a run leaves behind: options.json, TensorBoard events, checkpoint.pt, a trace, an
-# evaluation, a video; and what it does on signals. The lesson calls `Run` and `make_policy`.
+# evaluation, a video; and what it does on signals. The lesson calls `Run`, `make_policy`
+# and `SEED_OF_LEARNER`.
 
-CHECKPOINT_FORMAT = 6
-READ_BY = {4: "commit 2b88288", 5: "commit f6503bf"}  # what reads earlier formats
+CHECKPOINT_FORMAT = 7
+# what reads earlier formats
+READ_BY = {4: "commit 2b88288", 5: "commit f6503bf", 6: "commit d3fae65"}
 # first numbers of derive_seed; environments have 0 (train) and 1 (val)
 SEED_OF_LEARNER = 2
 SEED_OF_COLLECTOR = 3

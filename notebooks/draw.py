@@ -212,7 +212,7 @@ def whole():
     axis.text(58.5, 35.5, "idle", fontsize=9, va="center")
     words(33, 29, "one row for each environment:\nwhat is known when its action is chosen")
 
-    title(74, 51.5, "rollout", "check_rollout")
+    title(74, 51.5, "rollout", "Rollout")
     order = (0, 3, 0, 1, 0, 2, 1, 0, 3, 1, 2, 0)  # environments, as their steps were completed
     for index, env in enumerate(order):
         block(74 + 4 * (index % 6), 41.5 - 4 * (index // 6), 3.8, 3.6, colors[env], str(index))

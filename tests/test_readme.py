@@ -159,7 +159,7 @@ def test_as_a_library(tmp_path):
     command = [sys.executable, "use.py"]
     done = subprocess.run(command, cwd=tmp_path, env=more, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip().splitlines()[-1] == "1.0", done.stdout  # CartPole's reward
+    assert float(done.stdout.strip().splitlines()[-1]) >= 8, done.stdout  # CartPole's shortest episodes
 
 
 def test_own_core(tmp_path, monkeypatch):

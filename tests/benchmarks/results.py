@@ -290,15 +290,22 @@ def learned_table():
     for task, (words, _, names) in TASKS.items():
         seeds, cells = found_cells(task, names)
         lines.append(f"| {words} | {seeds} | {cells} |")
-    rows = {}
-    for row, task in enumerate(TASKS, 1):
-        rows.setdefault(draw.load_result(task)["machine"], []).append(str(row))
-    machines = list(rows)
-    if len(rows) > 1:
-        machines = [f"{machine} (rows {', '.join(numbers)})" for machine, numbers in rows.items()]
-    where = f"On {'; '.join(machines)}. 200 episodes for each seed"
     commands_are = "[these commands](notebooks/MANUAL.md#commands-of-the-first-table)"
-    return "\n".join([*lines, "", f"{where}, by {commands_are}."])
+    footer = f"200 episodes for each seed, by {commands_are}. {measured_at(TASKS)}"
+    return "\n".join([*lines, "", footer])
+
+
+def measured_at(tasks):
+    """At which commit, and on what, the rows of a table were measured, as words."""
+    rows = {}
+    for row, task in enumerate(tasks, 1):
+        kept = draw.load_result(task)
+        where = f"commit {kept['commit']}, {kept['machine']}"
+        rows.setdefault(where, []).append(str(row))
+    if len(rows) == 1:
+        return f"Measured at {where}."
+    words = [f"rows {', '.join(numbers)} at {where}" for where, numbers in rows.items()]
+    return f"Measured: {'; '.join(words)}."
 
 
 def published_table():
@@ -310,7 +317,7 @@ def published_table():
         options = f"`{options[0]}`" if options else ""
         cells = cells.removeprefix("return ")
         lines.append(f"| {words} | {options} | {seeds} | {cells} | {published} |")
-    return "\n".join(lines)
+    return "\n".join([*lines, "", measured_at(PUBLISHED)])
 
 
 def commands():
