@@ -304,7 +304,9 @@ def measured_at(tasks):
         rows.setdefault(where, []).append(str(row))
     if len(rows) == 1:
         return f"Measured at {where}."
-    words = [f"rows {', '.join(numbers)} at {where}" for where, numbers in rows.items()]
+    words = []
+    for where, numbers in rows.items():
+        words.append(f"row{'s' * (len(numbers) > 1)} {', '.join(numbers)} at {where}")
     return f"Measured: {'; '.join(words)}."
 
 
