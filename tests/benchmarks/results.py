@@ -279,7 +279,7 @@ def found_cells(task, names):
         values = [run["evaluation"][name][0] for run in runs]
         digits = 0 if abs(values[0]) > 20 else 3
         numbers = np.mean(values), min(values), max(values)
-        mean, low, high = (f"{number:.{digits}f}".replace("-", "−") for number in numbers)
+        mean, low, high = (f"{number:,.{digits}f}".replace("-", "−") for number in numbers)
         cells.append(f"{name.replace('spl', 'SPL')} {mean} ({low} to {high})")
     return len(runs), ", ".join(cells)
 
