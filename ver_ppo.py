@@ -1085,7 +1085,8 @@ def ppo_update(policy, optimizer, rollout, options, average=lambda tensors: None
             batch["scale"] = scale
             logs.append(minibatch_step(policy, optimizer, batch, options, average))
     # mean and deviation of observations: after learning, which must see what acting saw
-    update_statistics(policy, rollout, average)
+    weight = optimizer.param_groups[0]["lr"] / options.learning_rate
+    update_statistics(policy, rollout, weight, average)
     table = torch.stack([torch.stack(list(log.values())) for log in logs])
     means = dict(zip(logs[0], table.mean(dim=0).cpu().tolist()))  # one download
     if means["losses/skipped"] == 1:
@@ -1605,13 +1606,15 @@ def image_layout(space):
 
 class Statistics(nn.Module):
     """Normalizes each of C channels by its mean and deviation in all rollouts so far (DD-PPO
-    section 6). These are parameters without gradient: they travel with the weights."""
+    section 6), each of which counts as much as it is learned from: a policy whose learning rate has
+    decayed could not follow if they still moved. They are parameters without gradient, which travel
+    with the weights."""
 
     def __init__(self, channels):
         super().__init__()
         self.mean_C = nn.Parameter(torch.zeros(channels), requires_grad=False)
         self.variance_C = nn.Parameter(torch.ones(channels), requires_grad=False)
-        self.rollouts = nn.Parameter(torch.zeros(()), requires_grad=False)  # they are of so many
+        self.rollouts = nn.Parameter(torch.zeros(()), requires_grad=False)  # sum of their weights
 
     def forward(self, x):
         """`x`: B x C, or B x C x height x width."""
@@ -1619,16 +1622,16 @@ class Statistics(nn.Module):
         deviation_C = self.variance_C.clamp(min=1e-6).sqrt()
         return (x - self.mean_C.view(shape)) / deviation_C.view(shape)
 
-    def take_in(self, x, average):
+    def take_in(self, x, weight, average):
         """Let them be of these observations, too, and of those of other ranks."""
         x = x.transpose(0, 1).flatten(1)
         mean_C = x.mean(dim=1)
         average([mean_C])
         variance_C = ((x - mean_C[:, None]) ** 2).mean(dim=1)
         average([variance_C])
-        self.rollouts += 1
+        self.rollouts += weight
         away_C = mean_C - self.mean_C
-        share = 1 / self.rollouts  # of these observations among all
+        share = weight / self.rollouts.clamp(min=1e-8)  # of these observations among all
         self.mean_C += share * away_C
         self.variance_C += share * (variance_C + (1 - share) * away_C**2 - self.variance_C)
 
@@ -1666,17 +1669,17 @@ def image_encoders(policy):
 
 
 @torch.no_grad()
-def update_statistics(policy, rollout, average):
+def update_statistics(policy, rollout, weight, average):
     """Let the running statistics take in 256 steps of a rollout, and those of other ranks. Frozen
-    encoders keep theirs."""
+    encoders keep theirs. `weight`: the learning rate as a share of the first one."""
     some = slice(0, rollout.learned, rollout.learned // 256 + 1)
     obs = {key: part[some] for key, part in rollout.obs.items()}
     for encoder in policy.encoders.values():
         reader = getattr(encoder, "images", encoder)
         normalize = getattr(reader, "normalize", None)
-        learns = any(weight.requires_grad for weight in encoder.parameters())
+        learns = any(parameter.requires_grad for parameter in encoder.parameters())
         if isinstance(normalize, Statistics) and learns:
-            normalize.take_in(reader.read(obs), average)
+            normalize.take_in(reader.read(obs), weight, average)
 
 
 class SmallCNN(nn.Module):

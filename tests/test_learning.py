@@ -105,7 +105,7 @@ def test_epochs(monkeypatch):
         return {"losses/skipped": torch.zeros(())}
 
     monkeypatch.setattr(ver_ppo, "minibatch_step", minibatch_step)
-    learn(policy, None, rollout, c.options)
+    learn(policy, torch.optim.SGD(policy.parameters(), lr=1.0), rollout, c.options)
     epochs = np.stack(epochs).reshape(3, 60).tolist()
     assert [sorted(steps) for steps in epochs] == [list(range(60))] * 3 and epochs[0] != epochs[1] != epochs[2]
 

@@ -165,11 +165,12 @@ def test_nothing_to_observe():
 
 def test_running_statistics():
     """RGB, and vectors without bounds, are normalized by mean and deviation of all rollouts so far,
-    channel by channel; depth alone, bounded vectors and those of the papers' networks are not."""
+    each with its weight; depth alone, bounded vectors and those of the papers' networks are not."""
     policy = build({"rgb": RGB, "depth": DEPTH, "goal": GOAL, "near": NEAR}, hidden_size=16)
     rng = np.random.default_rng(0)
     images, goals = [], []
-    for k in (0, 1, 2):
+    weights = 1.0, 0.5, 0.25
+    for k, weight in enumerate(weights):
         rgb = rng.integers(50 * k, 50 * k + 90, (8, 128, 128, 3), dtype=np.uint8)
         depth = rng.random((8, 128, 128, 1), np.float32)
         # far from 0 and close together: their squares would differ in the seventh digit
@@ -177,18 +178,23 @@ def test_running_statistics():
         obs = {"rgb": rgb, "depth": depth, "goal": goal, "near": goal}
         obs = {key: torch.from_numpy(part) for key, part in obs.items()}
         ver_ppo.update_statistics(
-            policy, SimpleNamespace(learned=8, obs=obs, device="cpu"), lambda tensors: None
+            policy, SimpleNamespace(learned=8, obs=obs), weight, lambda tensors: None
         )
         images.append(np.concatenate([rgb / 255, depth], axis=3))
         goals.append(goal.astype(np.float64))
-    everything = np.concatenate(images)
-    expected = (images[-1] - everything.mean(axis=(0, 1, 2))) / everything.std(axis=(0, 1, 2))
+
+    def normalized(parts):
+        """The last part, by mean and deviation of all."""
+        axes = tuple(range(parts[0].ndim - 1))
+        mean = np.average([part.mean(axis=axes) for part in parts], axis=0, weights=weights)
+        square = [((part - mean) ** 2).mean(axis=axes) for part in parts]
+        return (parts[-1] - mean) / np.sqrt(np.average(square, axis=0, weights=weights))
+
     found = policy.encoders["rgb"].images(obs).permute(0, 2, 3, 1)
-    np.testing.assert_allclose(found.numpy(), expected, atol=2e-3)
-    everything = np.concatenate(goals)
-    expected = (goals[-1] - everything.mean(axis=0)) / everything.std(axis=0)
+    np.testing.assert_allclose(found.numpy(), normalized(images), atol=2e-3)
     vector = policy.encoders["goal"]
-    np.testing.assert_allclose(vector.normalize(vector.read(obs)).numpy(), expected, atol=2e-3)
+    found = vector.normalize(vector.read(obs))
+    np.testing.assert_allclose(found.numpy(), normalized(goals), atol=2e-3)
     assert torch.equal(ver_ppo.Images({"depth": DEPTH})(obs)[:, 0], obs["depth"][..., 0])
     plain = ver_ppo.Vector("goal", GOAL, 32, linear=True)
     for encoder in (policy.encoders["near"], plain):
@@ -256,7 +262,8 @@ def test_cpc_trains(tmp_path):
     assert len(losses) == 25 and np.mean(losses[-5:]) < np.mean(losses[:5])
     line = "--env-kwargs simulator=builtin camera=rgb --encoder resnet18 --cpc --debug"
     folder = run_here(tmp_path / "2", f"{line} --num-workers 2 --overlap --total-timesteps 128")
-    assert saved(folder)["policy"]["encoders.rgb.images.normalize.rollouts"] == 2
+    # two rollouts, the second one at half the learning rate
+    assert saved(folder)["policy"]["encoders.rgb.images.normalize.rollouts"] == 1.5
     assert len(logged(folder, "losses/cpc")) == 2
 
 
