@@ -32,13 +32,11 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "notebooks" / "MANUAL.md"]
 MARKS = re.compile(r"(<!-- results: (\w+) -->\n).*?(<!-- end of results -->)", re.DOTALL)
 BENCHMARKS = {  # their last line is JSON
-    "samplers": "throughput.py --workload a b c d --rounds 3",
     "peers": "peers.py --rounds 3 --total-timesteps 50000",
-    "ranks": 'scaling.py run --modes "ver optimal" "sync none" --rounds 2 --rollouts 10',
     "scaling": "scaling.py simulate --ranks 1 2 4 8 16 32 64 128 256",
     "latency": "machinery.py latency --rounds 4 --checkpoint CHECKPOINT",
     "parts": "machinery.py parts --rounds 3 --checkpoint CHECKPOINT",
-    "efficiency": "sample_efficiency.py --folder runs/efficiency --jobs 4",
+    "efficiency": "sample_efficiency.py --folder runs/efficiency --jobs 4 --modes ver ver+overlap",
     "equal": "evolution.py equal",
 }
 TRAININGS = {
@@ -94,40 +92,6 @@ def scaling_table(found):
 def in_code(mode):
     """A mode of scaling.py, as the manual writes it."""
     return ", ".join(f"`{word}`" for word in mode.split())
-
-
-def ranks_table(found):
-    """Speed-ups of real runs over one rank: mean and range of the rounds."""
-    lines = header("ranks", *found["ver optimal"])
-    for mode, by_ranks in found.items():
-        one = np.mean([each["sps"] for each in by_ranks["1"]])
-        cells = [f"1 = {one:.1f} steps/s"]
-        for number in list(by_ranks)[1:]:
-            times = [each["sps"] / one for each in by_ranks[number]]
-            cells.append(f"{np.mean(times):.2f} ({min(times):.2f}–{max(times):.2f})")
-        lines.append(f"| {in_code(mode)} | {' | '.join(cells)} |")
-    return lines
-
-
-def samplers_table(found):
-    """Steps per second of every sampler on every workload; their ratio to `sync`, and the share
-    that they are of the workload's bound."""
-    first = next(iter(found["workloads"].values()))["rounds"][0]
-    modes = [mode for mode in first if "bound" in first[mode] and "without" not in mode]
-    lines = header("16 environments, T = 128, LSTM", *(f"`{mode}`" for mode in modes))
-    for workload, measured in found["workloads"].items():
-        rates = []
-        ratios = []
-        for mode in modes:
-            rounds = [each[mode] for each in measured["rounds"]]
-            rates.append(spread([each["sps"] for each in rounds]))
-            over_sync = np.median([each["over_sync"] for each in rounds])
-            share = np.median([each["sps"] / each["bound"] for each in rounds])
-            ratios.append(f"{over_sync:.2f}; {share:.2f}")
-        letter, _, words = workload.partition(" ")
-        lines.append(f"| **{letter}** {words} | {' | '.join(rates)} |")
-        lines.append(f"| ratio to `sync`; share of its bound | {' | '.join(ratios)} |")
-    return lines
 
 
 def efficiency_table(found):
@@ -206,6 +170,7 @@ TABLES = {
     "published": results.published_table,
     "equal": lambda: with_footer(evolution.equal_table, "equal"),
     "scaling": lambda: with_footer(scaling_table, "scaling"),
+    "efficiency": lambda: with_footer(efficiency_table, "efficiency"),
     "peers": lambda: with_footer(peers_table, "peers"),
 }
 
@@ -235,6 +200,7 @@ def draw_pictures():
         "scaling": draw.scaling_curves(draw.load_result("scaling")["found"]),
         "transfer": draw.transfer_curves(draw.load_result("transfer")["runs"], transfer.TASKS),
         "chain": draw.chain_and_distance(draw.load_result("rearrange")),
+        "sample_efficiency": draw.efficiency_curves(draw.load_result("efficiency")["found"]),
         "population": draw.evolution(
             draw.load_result("evolution-CartPole-v1")["trials"][0]["decisions"]
         ),
