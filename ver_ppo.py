@@ -923,7 +923,7 @@ def importance_weights(env_S, num_envs, maximum=1.0):
 
     An environment that gave K_e of the S steps was sampled K_e / S of the time instead of 1 / N, so
     each of its steps weighs min(maximum, (S / N) / K_e). Slow environments are not weighted up, so
-    the mean weight is below 1.
+    the mean weight is 1 at most.
 
     >>> importance_weights(np.array([0, 0, 0, 0, 1, 2]), num_envs=3)
     array([0.5, 0.5, 0.5, 0.5, 1. , 1. ], dtype=float32)
@@ -1051,7 +1051,7 @@ def return_scale(policy, rollout, average):
     has taken in those of a rollout, of all processes that learn together. So rewards of any size
     are learned alike, as if they were normalized (Engstrom et al. 2020), but what is stored and
     logged stays in the environment's units. (PopArt would rescale the critic's layer whenever the
-    scale moves; from the second rollout on, that is by a few per cent.)"""
+    scale moves; after the first rewards, that is mostly by a few per cent.)"""
     returns_S = rollout.returns[: rollout.learned].astype(float)
     scale = policy.critic.scale
     square = torch.full_like(scale, (returns_S**2).mean())
@@ -1318,14 +1318,15 @@ def time_limit(sec):
 def check_wrappers(env):
     """Raise UserError for wrappers of Gymnasium that keep running statistics."""
     instead = {
-        "NormalizeObservation": "nothing (vectors without bounds are normalized)",
-        "NormalizeReward": "nothing (rewards of any size are learned alike)",
+        "NormalizeObservation": "gymnasium.wrappers:RescaleObservation(min_obs=-1, max_obs=1), or,"
+        " without bounds, nothing: such vectors are normalized",
+        "NormalizeReward": "nothing: rewards of any size are learned alike",
     }
     while isinstance(env, gym.Wrapper):
         name = type(env).__name__
         if name in instead:
             why = "keeps statistics, which evaluation and --resume would begin anew"
-            raise UserError(f"the wrapper {name} {why}: use {instead[name]} instead")
+            raise UserError(f"the wrapper {name} {why}; use {instead[name]}")
         env = env.env
 
 
@@ -1620,11 +1621,12 @@ class Statistics(nn.Module):
         """`x`: B x C, or B x C x height x width."""
         shape = self.mean_C.shape + (1,) * (x.dim() - 2)
         deviation_C = self.variance_C.clamp(min=1e-6).sqrt()
-        return (x - self.mean_C.view(shape)) / deviation_C.view(shape)
+        x = (x - self.mean_C.view(shape)) / deviation_C.view(shape)
+        return x.clamp(-10, 10)  # what was constant so far may change
 
     def take_in(self, x, weight, average):
         """Let them be of these observations, too, and of those of other ranks."""
-        x = x.transpose(0, 1).flatten(1)
+        x = x.transpose(0, 1).flatten(1).clamp(-1e15, 1e15)  # so that squares are finite
         mean_C = x.mean(dim=1)
         average([mean_C])
         variance_C = ((x - mean_C[:, None]) ** 2).mean(dim=1)
@@ -1806,7 +1808,7 @@ class ResNet(nn.Module):
 
 
 class Vector(nn.Module):
-    """Two-layer perceptron for a vector, which is normalized where its space has no bounds; or
+    """Two-layer perceptron for a vector, which is normalized if any of its numbers has no bound; or
     (beside the papers' encoders) one linear layer to 32 features as in DD-PPO. Choices enter as
     one-hot vectors, bytes as 0..1."""
 
@@ -1821,7 +1823,7 @@ class Vector(nn.Module):
             begin_D = np.cumsum([0, *self.choices[:-1]]) - np.ravel(space.start)
             self.register_buffer("begin_D", torch.from_numpy(begin_D), persistent=False)
         box = isinstance(space, gym.spaces.Box)
-        unbounded = box and np.abs([space.low, space.high]).max() > 1e6
+        unbounded = box and (space.low.min() < -1e6 or space.high.max() > 1e6)
         normalized = unbounded and not linear
         self.normalize = Statistics(self.in_features) if normalized else nn.Identity()
         self.layers = orthogonal(nn.Linear(self.in_features, self.out_features))

@@ -12,7 +12,7 @@ from matplotlib.patches import Patch, Rectangle
 from matplotlib.transforms import ScaledTranslation
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "notebooks" / "results"  # written by tests/benchmarks/results.py
+RESULTS = ROOT / "notebooks" / "results"  # written by tests/benchmarks
 sys.path.insert(0, str(ROOT))  # for notebooks, which run in their own folder
 from notebooks.environments.pointnav import SUCCESS_M  # noqa: E402
 from notebooks.environments.rearrange import STARTS_M  # noqa: E402
@@ -274,7 +274,7 @@ def band(axis, x, values_KX, color, label, line="-"):
 
 
 def load_result(task):
-    """What tests/benchmarks/results.py has kept of a task's runs."""
+    """What tests/benchmarks have kept under this name."""
     return json.loads((RESULTS / f"{task}.json").read_text())
 
 

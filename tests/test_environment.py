@@ -155,7 +155,6 @@ def test_splits_are_disjoint():
     assert len(seeds) == 1600 and max(seeds) < 2**32
 
 
-@pytest.mark.filterwarnings("ignore:.*A Box observation space")  # the goal's distance has no bound
 @pytest.mark.parametrize("camera, size", [("depth", 64), ("rgb", 64), ("depth", 17), ("rgb", 128)])
 def test_gymnasium_accepts_pointnav(camera, size):
     """Gymnasium's own checker, for several cameras; the seed alone decides what happens; the

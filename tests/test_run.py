@@ -411,7 +411,7 @@ BAD_INPUT = {  # what is given, and a word of the answer; numbers out of range a
     "--env-kwargs simulator=matlab": "matlab",
     "--wrappers no_such_module:Wrapper": "no_such_module",
     "--wrappers gymnasium.wrappers:NoSuch": "NoSuch",
-    "--env-id CartPole-v1 --wrappers gymnasium.wrappers:NormalizeObservation": "use nothing",
+    "--env-id CartPole-v1 --wrappers gymnasium.wrappers:NormalizeObservation": "RescaleObservation(min_obs=-1, max_obs=1)",
     "--env-id CartPole-v1 --wrappers gymnasium.wrappers:NormalizeReward": "use nothing",
     "--wrappers gymnasium.wrappers:TimeLimit": "max_episode_steps",
     "--wrappers gymnasium.wrappers:TimeLimit(steps=3)": "max_episode_steps",

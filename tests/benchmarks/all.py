@@ -2,7 +2,7 @@
 manual, and their pictures, from that, so that none of these figures is typed.
 
     python tests/benchmarks/all.py run                              everything below, hours
-    python tests/benchmarks/all.py run scaling samplers             some of it
+    python tests/benchmarks/all.py run scaling peers                some of it
     python tests/benchmarks/all.py run peers --arguments "..."      with arguments of its own
     python tests/benchmarks/all.py tables                           writes the tables, draws
 
@@ -52,6 +52,8 @@ def run(name, checkpoint, arguments):
     """Run a benchmark to its end and keep what it found. Raises CalledProcessError."""
     command = f"python tests/benchmarks/{(BENCHMARKS | TRAININGS)[name]}"
     words = [sys.executable, *shlex.split(command)[1:], *shlex.split(arguments)]
+    if "CHECKPOINT" in words and not checkpoint:
+        raise SystemExit(f"{name} needs --checkpoint FILE")
     words = [checkpoint if word == "CHECKPOINT" else word for word in words]
     process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     last = ""
@@ -168,7 +170,13 @@ TABLES = {
     "learned": results.learned_table,
     "commands": results.commands,
     "published": results.published_table,
+    "transfer": lambda: with_footer(lambda kept: transfer.table(kept["runs"]), "transfer"),
+    "chain": lambda: with_footer(rearrange.chain_table, "rearrange"),
+    "far": lambda: with_footer(rearrange.far_table, "rearrange"),
     "equal": lambda: with_footer(evolution.equal_table, "equal"),
+    "evolution": lambda: with_footer(
+        lambda _: evolution.table(), *(f"evolution-{task}" for task in evolution.TASKS)
+    ),
     "scaling": lambda: with_footer(scaling_table, "scaling"),
     "efficiency": lambda: with_footer(efficiency_table, "efficiency"),
     "peers": lambda: with_footer(peers_table, "peers"),
@@ -219,6 +227,8 @@ if __name__ == "__main__":
     parser.add_argument("--checkpoint", default="", help="file that takes CHECKPOINT's place")
     parser.add_argument("--arguments", default="", help="appended to the command; not kept")
     options = parser.parse_args()
+    if unknown := set(options.names) - set(names):
+        parser.error(f"there is no {', '.join(unknown)}")
     if options.what == "run":
         for chosen in options.names or names:
             run(chosen, options.checkpoint, options.arguments)

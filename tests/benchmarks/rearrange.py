@@ -31,18 +31,19 @@ FILE = draw.RESULTS / "rearrange.json"
 
 def train_all(args):
     """Every skill from every seed; what is there already is not trained again."""
-    found = {"command": OF_ALL, **where_and_when(), "own": {}}
+    found = {"command": OF_ALL, "own": {}}
     if FILE.exists():
         found = json.loads(FILE.read_text())
     for seed in args.seeds:
         for skill in SKILLS:
             folder = args.folder / f"{skill}_{seed}"
             own = found["own"].setdefault(skill, {})
-            if str(seed) not in own:
+            if str(seed) not in own or not any(folder.glob("*/checkpoint.pt")):
                 shutil.rmtree(folder, ignore_errors=True)  # of an interrupted run
                 command = f"{COMMAND.format(skill, args.total_timesteps)} --seed {seed}"
                 _, evaluation = run_command(command, str(folder))
                 own[str(seed)] = evaluation["success"][0]
+                found |= where_and_when()
                 keep("rearrange", found)
                 print(skill, seed, evaluation, flush=True)
 

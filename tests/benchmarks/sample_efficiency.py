@@ -7,7 +7,7 @@ The simulators are emulated to be uneven (uneven.py), or the samplers would hard
 is ver_ppo.py as the command line starts it, with the flags in TASKS, MODES and COMMON, two at a
 time: most of it is sleeping. A finished run lies under FOLDER/TASK-STEPS/MODE/SEED and is not
 repeated, so this can be interrupted and started again (choose another folder after a change of
-flags). Needs about an hour on two cores.
+flags or of the code). Needs about an hour on two cores.
 
 The curves are TensorBoard's, means of the last 100 training episodes, interpolated on a grid of
 steps that all runs share. Printed at the end, for each mode: area under the curve (its mean over
@@ -217,7 +217,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    kept = "where runs and results are kept"
+    kept = "where runs are kept"
     parser.add_argument("--folder", type=Path, required=True, help=kept)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))

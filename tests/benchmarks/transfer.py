@@ -46,7 +46,7 @@ def train(task, variant, seed, args):
 def train_all(args):
     """All that is missing; one seed of everything after the other, so that whatever disturbs,
     disturbs all."""
-    found = {"command": COMMAND, **where_and_when(), "runs": {}}
+    found = {"command": COMMAND, "runs": {}}
     if FILE.exists():
         found = json.loads(FILE.read_text())
     for seed in args.seeds:
@@ -55,7 +55,7 @@ def train_all(args):
                 runs = found["runs"].setdefault(task, {}).setdefault(variant, [])
                 if seed not in [run["seed"] for run in runs]:
                     runs.append(train(task, variant, seed, args))
-                    keep("transfer", found)
+                    keep("transfer", found | where_and_when())
 
 
 def table(runs):
