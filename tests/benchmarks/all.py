@@ -141,16 +141,16 @@ def latency_table(found):
 def parts_table(found):
     """Where the time of a step goes, and what it could be."""
     names = {
-        "env_step_ms": "a simulator's step, on one core",
-        "forward_ms": "forward pass, bare",
-        "learn_ms": "learning, alone",
-        "loop_waiting_ms": "training: waiting",
-        "loop_inference_ms": "training: inference",
-        "loop_learning_ms": "training: learning",
-        "share": "training's steps per second: share of the bound",
-        "arrange_ms": "arranging a rollout into mini-batches, all epochs",
+        "env_step_ms": "alone: a simulator's step, on one core",
+        "forward_ms": "alone: a forward pass",
+        "learn_ms": "alone: learning",
+        "loop_waiting_ms": "in training: waiting",
+        "loop_inference_ms": "in training: inference",
+        "loop_learning_ms": "in training: learning",
+        "share": "steps per second in training: share of the bound made of the parts",
+        "arrange_ms": "milliseconds of arranging a whole rollout into mini-batches, all epochs",
     }
-    lines = header("milliseconds per environment step, the last row per rollout", "median (range)")
+    lines = header("milliseconds per environment step", "median (range)")
     for key, words in names.items():
         lines.append(f"| {words} | {spread([row[key] for row in found], 3)} |")
     return lines
