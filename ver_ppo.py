@@ -890,8 +890,8 @@ def compute_advantages(
 
     Walks backwards and keeps, for each segment, value and advantage of the step that follows: at
     first the segment's bootstrap value and 0, and where an episode is done, 0 and 0. `keep_S`: what
-    share of a step's advantage earlier steps see: all, or for older data that of V-trace
-    (`reevaluate`). Returns advantages.
+    share of a step's advantage earlier steps see: all, or for older data less (`reevaluate`).
+    Returns advantages.
 
     >>> segment, reward, value = np.array([0, 0, 1]), np.ones(3), np.zeros(3)
     >>> done, bootstrap = np.array([False, True, False]), np.array([9.0, 4.0])
@@ -935,7 +935,7 @@ def importance_weights(env_S, num_envs, maximum=1.0):
 
 def add_returns(policy, rollout, options):
     """Write advantage, return and weight of every collected step into the rollout: GAE with the
-    stored values; if older policies collected it, V-trace with what the policy finds now.
+    stored values; if older policies collected it, corrected by what the policy finds now.
     The weights count segments: environments, or async's trajectories, which are equally long."""
     steps = rollout.rows[: rollout.size]
     value_S = steps["value"]
@@ -1084,14 +1084,14 @@ def ppo_update(policy, optimizer, rollout, options, average=lambda tensors: None
             batch["advantage"] = (batch["advantage"] - mean) / deviation
             batch["scale"] = scale
             logs.append(minibatch_step(policy, optimizer, batch, options, average))
-    # mean and deviation of observations: after learning, which must see what acting saw
-    weight = optimizer.param_groups[0]["lr"] / options.learning_rate
-    update_statistics(policy, rollout, weight, average)
     table = torch.stack([torch.stack(list(log.values())) for log in logs])
     means = dict(zip(logs[0], table.mean(dim=0).cpu().tolist()))  # one download
     if means["losses/skipped"] == 1:
         reason = "not one gradient of this update was finite"
         raise FloatingPointError(f"{reason}: try a lower --learning-rate")
+    # mean and deviation of observations: after learning, which must see what acting saw
+    weight = optimizer.param_groups[0]["lr"] / options.learning_rate
+    update_statistics(policy, rollout, weight, average)
     return means
 
 
