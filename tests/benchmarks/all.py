@@ -34,8 +34,6 @@ MARKS = re.compile(r"(<!-- results: (\w+) -->\n).*?(<!-- end of results -->)", r
 BENCHMARKS = {  # their last line is JSON
     "peers": "peers.py --rounds 3 --total-timesteps 50000",
     "scaling": "scaling.py simulate --ranks 1 2 4 8 16 32 64 128 256",
-    "latency": "machinery.py latency --rounds 4 --checkpoint CHECKPOINT",
-    "parts": "machinery.py parts --rounds 3 --checkpoint CHECKPOINT",
     "efficiency": "sample_efficiency.py --folder runs/efficiency --jobs 4 --modes ver ver+overlap",
     "equal": "evolution.py equal",
 }
@@ -130,30 +128,6 @@ def by_trainer(found):
     for each in found["runs"]:
         sps.setdefault((each["trainer"], each["variant"]), []).append(each["sps"])
     return sps
-
-
-def latency_table(found):
-    """How much of the time simulators are kept busy."""
-    shares = spread(found["share_of_bound"], 3)
-    return [*header("share of what the sleeping alone allows"), f"| {shares} |"]
-
-
-def parts_table(found):
-    """Where the time of a step goes, and what it could be."""
-    names = {
-        "env_step_ms": "alone: a simulator's step, on one core",
-        "forward_ms": "alone: a forward pass",
-        "learn_ms": "alone: learning",
-        "loop_waiting_ms": "in training: waiting",
-        "loop_inference_ms": "in training: inference",
-        "loop_learning_ms": "in training: learning",
-        "share": "steps per second in training: share of the bound made of the parts",
-        "arrange_ms": "milliseconds of arranging a whole rollout into mini-batches, all epochs",
-    }
-    lines = header("milliseconds per environment step", "median (range)")
-    for key, words in names.items():
-        lines.append(f"| {words} | {spread([row[key] for row in found], 3)} |")
-    return lines
 
 
 def with_footer(table, *names):
