@@ -26,7 +26,7 @@ import numpy as np
 import rearrange
 import results
 import transfer
-from results import draw
+from results import draw, header
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "notebooks" / "MANUAL.md"]
@@ -74,24 +74,15 @@ def spread(values, digits=0):
     return f"{middle} ({low}–{high})"
 
 
-def header(*cells):
-    """The first two lines of a table."""
-    return [f"| {' | '.join(cells)} |", "|---" * len(cells) + "|"]
-
-
 def scaling_table(found):
     """Speed-ups over one rank, of simulators that differ."""
     modes = found["heterogeneous"]
     lines = header("ranks", *modes["ver optimal"])
     for mode, by_ranks in modes.items():
         speedups = [f"{at['speedup']:.3g}" for at in by_ranks.values()]
-        lines.append(f"| {in_code(mode)} | {' | '.join(speedups)} |")
+        sampler, preemption = mode.split()
+        lines.append(f"| `{sampler}`, `{preemption}` | {' | '.join(speedups)} |")
     return lines
-
-
-def in_code(mode):
-    """A mode of scaling.py, as the manual writes it."""
-    return ", ".join(f"`{word}`" for word in mode.split())
 
 
 def efficiency_table(found):

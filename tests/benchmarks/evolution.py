@@ -22,7 +22,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-from results import ROOT, draw, dump, ver_ppo, where_and_when
+from results import ROOT, draw, dump, header, ver_ppo, where_and_when
 
 from notebooks.extensions.population import BOUNDS, Entry, evolve
 
@@ -128,7 +128,7 @@ def equal_all():
 
 def equal_table(found):
     """A row for each size of the population."""
-    lines = [f"| members | {' | '.join(map(str, SPREADS))} |", "|---" * (1 + len(SPREADS)) + "|"]
+    lines = header("members", *map(str, SPREADS))
     for size, shares in found.items():
         cells = [f"{100 * share:.2g} %" for share in shares.values()]
         lines.append(f"| {size} | {' | '.join(cells)} |")
@@ -157,7 +157,7 @@ def reached(task):
 def table():
     """Both tasks side by side."""
     columns = {task: reached(task) for task in TASKS}
-    lines = [f"| | {' | '.join(TASKS)} |", "|---" * (1 + len(TASKS)) + "|"]
+    lines = header("", *TASKS)
     for name in columns["cue"]:
         lines.append(f"| {name} | {' | '.join(column[name] for column in columns.values())} |")
     return lines

@@ -16,7 +16,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
-from results import draw, keep, play, run_command, where_and_when
+from results import draw, header, keep, play, run_command, where_and_when
 
 from notebooks.extensions import chain
 
@@ -109,7 +109,7 @@ def chain_all(args):
         found["chains"] = {how: [job.result()[0] for job in each] for how, each in jobs.items()}
         wholes = [job.result()[1] for job in jobs["with base"]]
         found["path"] = next((whole for whole in wholes if whole), None)
-    keep("rearrange", found)
+    keep("rearrange", found | where_and_when())
 
 
 def spread(values):
@@ -119,8 +119,8 @@ def spread(values):
 
 def chain_table(found):
     """Success on the skills' own task, and after every stage of the chain."""
-    heads = "Pick, own task | Place, own task | Navigate | Pick | Navigate | Place"
-    lines = [f"| | {heads} |", "|---|---|---|---|---|---|---|"]
+    stages = "Navigate", "Pick", "Navigate", "Place"
+    lines = header("", "Pick, own task", "Place, own task", *stages)
     for how, suffix in CHAINS.items():
         own = [spread(list(found["own"][name + suffix].values())) for name in ("Pick", "Place")]
         stages = [spread(stage) for stage in zip(*found["chains"][how])]
@@ -134,7 +134,7 @@ def chain_table(found):
 def far_table(found):
     """Success of Pick over the distance from which it starts."""
     far_m = [f"{low:g}–{high:g} m" for low, high in found["far_m"]]
-    lines = [f"| {' | '.join(['', *far_m])} |", "|---" * (1 + len(far_m)) + "|"]
+    lines = header("", *far_m)
     lines.append(f"| Pick with base | {' | '.join(spread(bin) for bin in zip(*found['far']))} |")
     return lines
 

@@ -270,6 +270,11 @@ def dump(result):
     return re.sub(r"\[[^][{}]*\]", lambda found: " ".join(found[0].split()), text)
 
 
+def header(*cells):
+    """The first two lines of a table."""
+    return [f"| {' | '.join(cells)} |", "|---" * len(cells) + "|"]
+
+
 def found_cells(task, names):
     """The number of seeds, and mean and range over them of what evaluations found under these
     names, as words."""
@@ -286,7 +291,7 @@ def found_cells(task, names):
 
 def learned_table():
     """The README's table."""
-    lines = ["| task | seeds | evaluation: mean (lowest to highest) |", "|---|---|---|"]
+    lines = header("task", "seeds", "evaluation: mean (lowest to highest)")
     for task, (words, _, names) in TASKS.items():
         seeds, cells = found_cells(task, names)
         lines.append(f"| {words} | {seeds} | {cells} |")
@@ -312,7 +317,7 @@ def measured_at(tasks):
 
 def published_table():
     """The manual's table: what others have published, beside what was measured here."""
-    lines = ["| task, steps | options | seeds | evaluation | published |", "|---|---|---|---|---|"]
+    lines = header("task, steps", "options", "seeds", "evaluation", "published")
     for task, (words, arguments, published) in PUBLISHED.items():
         seeds, cells = found_cells(task, ("return",))
         options = arguments.split(maxsplit=3)[3:]  # after the environment and the steps

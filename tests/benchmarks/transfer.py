@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-from results import draw, keep, read_curves, run_command, where_and_when
+from results import draw, header, keep, read_curves, run_command, where_and_when
 
 TASKS = {"Flee": "m from the start", "Explore": "m² seen"}
 VARIANTS = {  # what is taken from the checkpoint
@@ -60,8 +60,7 @@ def train_all(args):
 
 def table(runs):
     """Mean and range of the seeds' evaluations."""
-    heads = [f"{task}: {what}" for task, what in TASKS.items()]
-    lines = [f"| | {' | '.join(heads)} |", "|---|---|---|"]
+    lines = header("", *(f"{task}: {what}" for task, what in TASKS.items()))
     for variant in VARIANTS:
         cells = []
         for task in TASKS:
