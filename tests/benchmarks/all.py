@@ -32,9 +32,13 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "notebooks" / "MANUAL.md"]
 MARKS = re.compile(r"(<!-- results: (\w+) -->\n).*?(<!-- end of results -->)", re.DOTALL)
 BENCHMARKS = {  # their last line is JSON
+    "samplers": "throughput.py --workload a b c d --rounds 3",
+    "latency": "machinery.py latency --rounds 4 --checkpoint CHECKPOINT",
+    "parts": "machinery.py parts --rounds 3 --checkpoint CHECKPOINT",
+    "ranks": "scaling.py run --modes 'ver optimal' 'sync none' --rounds 2 --rollouts 10",
     "peers": "peers.py --rounds 3 --total-timesteps 50000",
     "scaling": "scaling.py simulate --ranks 1 2 4 8 16 32 64 128 256",
-    "efficiency": "sample_efficiency.py --folder runs/efficiency --jobs 4 --modes ver ver+overlap",
+    "efficiency": "sample_efficiency.py --folder runs/efficiency --jobs 4",
     "equal": "evolution.py equal",
 }
 TRAININGS = {
