@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "notebooks" / "MANUAL.md"]
 MARKS = re.compile(r"(<!-- results: (\w+) -->\n).*?(<!-- end of results -->)", re.DOTALL)
 BENCHMARKS = {  # their last line is JSON
-    "samplers": "throughput.py --workload a b c d --rounds 3",
+    "samplers": "throughput.py --workload a b c d --rounds 3 --rollouts 10",
     "latency": "machinery.py latency --rounds 4 --checkpoint CHECKPOINT",
     "parts": "machinery.py parts --rounds 3 --checkpoint CHECKPOINT",
     "ranks": "scaling.py run --modes 'ver optimal' 'sync none' --rounds 2 --rollouts 10",

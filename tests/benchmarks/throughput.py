@@ -87,8 +87,8 @@ COMMON = {"learning_rate": 1e-6, "device": "cpu", "eval_episodes": 0, "overlap":
 POINTNAV = {"num_envs": 16, "num_steps": 128}
 SLEEPING = {**POINTNAV, "num_workers": 16}
 WORKLOADS = {
-    "a rearrangement": {**SLEEPING, "env_id": "uneven:Rearrangement-v0", "update_epochs": 16},
-    "b navigation": {**SLEEPING, "env_id": "uneven:Navigation-v0", "update_epochs": 5},
+    "a rearrangement": {**SLEEPING, "env_id": "uneven:Rearrangement-v0", "update_epochs": 6},
+    "b navigation": {**SLEEPING, "env_id": "uneven:Navigation-v0", "update_epochs": 2},
     "c pointnav": {**POINTNAV, "env_id": f"peers:{ENV_ID}", "num_workers": CORES},
     "d cartpole, one process": {"env_id": "CartPole-v1", "num_workers": 0},
     "d cartpole, workers": {"env_id": "CartPole-v1", "num_workers": CORES},
