@@ -2,10 +2,10 @@
 preemption of VER.
 
 Every rank is a whole ver_ppo.py: it collects with its own N environments and learns on its own GPU.
-All that ranks do together is averaging their gradients, so that they have the same weights after
-every mini-batch. A synchronous update waits for the slowest rank; so the rollout of all ranks ends
-when going on would cost more than it brings, and a rank that has less than S steps by then fills up
-with its newest steps of before.
+To learn, ranks average their gradients, so that they have the same weights after every mini-batch.
+Such an update waits for the slowest rank; so the rollout of all ranks ends when going on would cost
+more than it brings, and a rank that has less than S steps by then fills up with its newest earlier
+steps.
 
     torchrun --nproc-per-node 8 ver_multigpu.py --env-id pointnav     eight ranks, one GPU each
     torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \\
@@ -68,7 +68,7 @@ class Options(ver_ppo.Options):
     def __post_init__(self):
         super().__post_init__()
         rules = [
-            (0 < self.sync_frac <= 1, "sync_frac", "must be within 0..1"),
+            (0 < self.sync_frac <= 1, "sync_frac", "must be above 0 and at most 1"),
             (0 < self.rank_timeout < math.inf, "rank_timeout", "must be a positive number"),
             (
                 self.preemption == "none" or not self.overlaps,
@@ -333,9 +333,11 @@ class RankRun(ver_ppo.Run):
 
     def count(self, steps, done=False):
         """Add what has been collected since the last time, or that this rank is done."""
-        news = steps - self.counted if self.options.preemption == "optimal" else done
+        news = int(done)
+        if self.options.preemption == "optimal":
+            news = steps - self.counted
         self.counted = steps
-        total = self.ranks.count(self.update, int(news))
+        total = self.ranks.count(self.update, news)
         self.preempted = total >= self.limit and steps >= self.min_steps
         self.other_stopped = total >= STOP
 

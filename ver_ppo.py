@@ -38,9 +38,9 @@ units, L layers, F features, A dimensions of an action. action_BA is B x A, log_
 
 The file down to "End of the lesson" is VER, in the order in which a step travels; what is drawn
 here is --no-overlap, the papers' order (on CPUs, another process collects). Each section after that
-adds something that a real run needs, can be read alone, and says what the lesson calls of it. (The
-simulators are environments like any other, in notebooks/environments/.) Papers: VER; DD-PPO
-(Wijmans et al. 2020); Sample Factory (Petrenko et al. 2020).
+adds something that a real run needs, can be read alone, and names its functions that the lesson
+calls. (The simulators are environments like any other, in notebooks/environments/.) Papers: VER;
+DD-PPO (Wijmans et al. 2020); Sample Factory (Petrenko et al. 2020).
 """
 
 import ast
@@ -204,12 +204,14 @@ class LSTM(nn.LSTM):
         """One step of B environments: output B x H and the state after it."""
         hidden = []
         cells = []
+        below = x_BF
         for layer, weights in enumerate(self.all_weights):  # nn.LSTM takes twice the time here
             memory = state_B[:, layer], state_B[:, self.num_layers + layer]
-            x_BF, cell_BH = torch.lstm_cell(x_BF, memory, *weights)
-            hidden.append(x_BF)
+            hidden_BH, cell_BH = torch.lstm_cell(below, memory, *weights)
+            hidden.append(hidden_BH)
             cells.append(cell_BH)
-        return x_BF, torch.stack(hidden + cells, dim=1)
+            below = hidden_BH
+        return hidden_BH, torch.stack(hidden + cells, dim=1)
 
     def sequences(self, x_MF, state_Q, batch_sizes):
         """All M steps of Q sequences, arranged as a PackedSequence: output M x H.
@@ -221,7 +223,7 @@ class LSTM(nn.LSTM):
 
 
 class FeedForward(nn.Linear):
-    """A core that remembers nothing: its state is empty, so nothing else has to know."""
+    """In the place of the LSTM, without memory: its state is empty, so nothing else has to know."""
 
     state_rows = 0
 
@@ -255,8 +257,8 @@ class Policy(nn.Module):
     `encoders`, and `critic`, a `Critic`, which gives its values. For another core alone, override
     `make_core`. `spec` (`EnvSpec`) says what an environment gives and takes: `observations`, its
     parts by name; `choices`, the numbers of choices of each action dimension, none if actions are
-    continuous; and below `obs_fields`, (name, type, shape) of each part, `action_dims`, which is A,
-    and `episode_columns`: return, length and metrics of an episode.
+    continuous; `obs_fields`, (name, type, shape) of each part; `action_dims`, which is A; and
+    `episode_columns`: return, length and metrics of an episode.
     """
 
     def __init__(self, spec, options):
@@ -271,6 +273,7 @@ class Policy(nn.Module):
             self.register_buffer("token_offset_A", offset_A, persistent=False)
             self.action_embedding = nn.Embedding(sum(parts), ACTION_FEATURES)
             # logits become a table: a row for each dimension, padded to the widest; these are used
+            # (of choices 2, 3: all of two rows of three but the end of the first)
             possible = torch.arange(max(self.choices)) < torch.tensor(self.choices)[:, None]
             self.table_shape = possible.shape
             self.register_buffer("used", possible.flatten().nonzero()[:, 0], persistent=False)
@@ -283,7 +286,8 @@ class Policy(nn.Module):
         self.actor = orthogonal(nn.Linear(options.hidden_size, outputs), 0.01)
         self.critic = Critic(options.hidden_size)
         log_ent_coef = torch.tensor(math.log(max(options.ent_coef, 1e-30)))
-        self.log_ent_coef = nn.Parameter(log_ent_coef, options.target_entropy is not None)
+        learned = options.target_entropy is not None
+        self.log_ent_coef = nn.Parameter(log_ent_coef, requires_grad=learned)
         self.cpc = ContrastivePrediction(features, options.hidden_size) if options.cpc else None
 
     def make_core(self, in_features, options):
@@ -293,7 +297,7 @@ class Policy(nn.Module):
         return FeedForward(in_features, options.hidden_size)
 
     def embed(self, action_BA, unknown_B):
-        """Actions -> B x ACTION_FEATURES; the start token where they are unknown."""
+        """Actions -> B x ACTION_FEATURES; where they are unknown, the start token or zeros."""
         if self.choices:
             token_BA = torch.where(unknown_B[:, None], 0, action_BA + 1) + self.token_offset_A
             return self.action_embedding(token_BA).sum(1)
@@ -498,7 +502,7 @@ class Environment:
             self.step()
 
     def start(self):
-        """Make the environment. Of this first answer, `obs` and `first` count. (After a crash, it
+        """Make the environment. Only `obs` and `first` of this answer matter. (After a crash, it
         also completes the step that was lost, with reward 0: truncated at the observation in this
         row; terminated if that is already the next episode's first one.)"""
         io = self.io
@@ -582,12 +586,12 @@ def env_worker(inbox, outbox, environments):
             for e in asked:
                 environments[e].answer()
                 answered.append(e)
-                half = 2 * len(answered) >= len(environments)
-                if half and time.perf_counter() - since > 0.002:  # cheap answers: one write
+                half_done = 2 * len(answered) >= len(environments)
+                if half_done and time.perf_counter() - since > 0.002:  # cheap answers: one write
                     send_numbers(outbox, answered)
                     answered = []
                     since = time.perf_counter()
-        finally:  # if one raises, those before it have answered
+        finally:  # if one raises, those before it have answered (none: nothing is written)
             send_numbers(outbox, answered)
     for environment in reversed(environments.values()):  # the first one's OpenGL context last
         environment.close()
@@ -683,7 +687,7 @@ def await_answers(c, most, collected=0):
     began_at = time.perf_counter()
     c.answered += c.workers.receive(0)
     while len(c.answered) < needed and not c.enough(collected):
-        c.answered += c.workers.receive(0.05)
+        c.answered += c.workers.receive(0.05)  # then it asks again whether there is enough
     c.waited_sec += time.perf_counter() - began_at
     taken = min(most, c.options.max_requests) if len(c.answered) >= needed else 0
     env_B = np.array(c.answered[:taken], int)
@@ -936,7 +940,8 @@ def importance_weights(env_S, num_envs, maximum=1.0):
 def add_returns(policy, rollout, options):
     """Write advantage, return and weight of every collected step into the rollout: GAE with the
     stored values; if older policies collected it, corrected by what the policy finds now.
-    The weights count segments: environments, or async's trajectories, which are equally long."""
+    The weights count segments: environments, or async's trajectories, which are all as long, so
+    that APPO weighs all steps alike, also where fast environments gave more trajectories."""
     steps = rollout.rows[: rollout.size]
     value_S = steps["value"]
     keep_S = np.ones_like(value_S)
@@ -1582,7 +1587,8 @@ def reevaluate(policy, rollout, options):
         distribution, value_M, _ = run_sequences(policy, batch)
         ratio_M = (distribution.log_prob(batch["action"]) - batch["log_prob"]).exp()
         found = torch.stack([value_M, ratio_M.clamp(max=1.0)]).cpu()  # one download
-        value_S[batch["step"]], keep_S[batch["step"]] = found
+        value_S[batch["step"]] = found[0]
+        keep_S[batch["step"]] = found[1]
     return value_S, keep_S
 
 
@@ -2569,6 +2575,7 @@ class Run:
         and how old the data were; and the numbers of the episodes that ended."""
         options = self.options
         if options.debug:
+            # async: the trajectory of a slow environment takes several updates
             lag = 8 if options.sampler == "async" else int(rollout.delayed)
             check_rollout(rollout, self.update, lag)
         steps = rollout.rows[: rollout.size]
@@ -2745,8 +2752,8 @@ def evaluate(policy, spec, options, show=None):
     left_N = share + (np.arange(num_envs) < rest)
     io = EnvIO(spec, num_envs)
     found = []
-    weight = next(policy.parameters())
-    generators = torch.random.fork_rng([weight.device] * weight.is_cuda)
+    device = next(policy.parameters()).device
+    generators = torch.random.fork_rng([device] if device.type == "cuda" else [])
     workers = make_workers(options, "val", spec, io, inline=filmed)
     bar = tqdm(total=options.eval_episodes, unit=" episodes", delay=20, leave=False)
     with generators, contextlib.closing(workers), bar:

@@ -42,9 +42,10 @@ SOLUTION = re.compile(
 def with_answers(cells):
     """The cells of a notebook with each exercise (the reader's cell, its check, the solution)
     answered three times: not at all, by the usual mistake, which the check must notice, and
-    right."""
+    right; and right once more after the last cell, as by a reader who runs all before answering."""
     cells = iter(cells)
     answered = []
+    afterwards = []
     for cell in cells:
         exercise = EXERCISE.match(cell.source)
         answered.append(cell)
@@ -57,7 +58,8 @@ def with_answers(cells):
         noticing += textwrap.indent(check.source, "    ")
         sources = [check.source, mistake, noticing, right, check.source]
         answered += [nbformat.v4.new_code_cell(source) for source in sources]
-    return answered
+        afterwards += [nbformat.v4.new_code_cell(source) for source in sources[-2:]]
+    return answered + afterwards
 
 
 @EACH
@@ -76,8 +78,8 @@ def test_notebook_runs(path):
     check_outputs(notebook)
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     printed = "".join(output.get("text", "") for output in outputs)
-    for words in ("exercise: no answer yet", "exercise: right"):
-        assert printed.count(words) == len(exercises), words
+    assert printed.count("exercise: no answer yet") == len(exercises)
+    assert printed.count("exercise: right") == 2 * len(exercises)
 
 
 def test_first_cell(tmp_path):

@@ -25,6 +25,7 @@ import matplotlib
 import numpy as np
 import rearrange
 import results
+import throughput
 import transfer
 from results import draw, header
 
@@ -78,15 +79,77 @@ def spread(values, digits=0):
     return f"{middle} ({low}–{high})"
 
 
+def samplers_table(found):
+    """Steps per second of every sampler, beside lock-step and beside what the workload allows."""
+    quantities = {
+        "steps/s": (0, lambda result: result["sps"]),
+        "ratio to `sync`": (2, lambda result: result["over_sync"]),
+        "share of its bound": (2, lambda result: result["sps"] / result["bound"]),
+    }
+    lines = header("", *(f"`{mode}`" for mode in throughput.MODES))
+    for workload, measured in found["workloads"].items():
+        for words, (digits, quantity) in quantities.items():
+            cells = []
+            for mode in throughput.MODES:
+                values = [quantity(results[mode]) for results in measured["rounds"]]
+                cells.append(spread(values, digits))
+            lines.append(f"| {workload}: {words} | {' | '.join(cells)} |")
+    return lines
+
+
+def latency_table(found):
+    """What is left of the rate that the simulators' sleeping allows."""
+    lines = header("simulators that sleep 20 ms a step", "share of what the sleeping allows")
+    return [*lines, f"| 16, with pointnav's network | {spread(found['share_of_bound'], 3)} |"]
+
+
+def parts_table(rounds):
+    """Where the time of a step goes."""
+    lines = header("of training pointnav", "median (range)")
+    for key, (words, digits) in PARTS.items():
+        values = [found[key] for found in rounds]
+        lines.append(f"| {words} | {spread(values, digits)} |")
+    return lines
+
+
+PARTS = {  # of what machinery.py measures: words, digits
+    "env_step_ms": ("alone: a step of one environment, ms", 3),
+    "forward_ms": ("alone: the policy's part of a step, ms", 3),
+    "learn_ms": ("alone: learning from a step, ms", 3),
+    "loop_waiting_ms": ("in the loop: waiting, ms a step", 3),
+    "loop_inference_ms": ("in the loop: inference, ms a step", 3),
+    "loop_learning_ms": ("in the loop: learning, ms a step", 3),
+    "rate": ("the loop: steps/s", 0),
+    "share": ("as a share of 1 / (environment / cores + policy + learning)", 2),
+    "arrange_ms": ("arranging a rollout into packed mini-batches, all epochs: ms", 2),
+}
+
+
+def ranks_table(found):
+    """Speed-ups over one rank of real runs."""
+    lines = header("ranks", *found["ver optimal"])
+    for mode, by_ranks in found.items():
+        rates = {ranks: [run["sps"] for run in runs] for ranks, runs in by_ranks.items()}
+        one = np.mean(rates.pop("1"))
+        cells = [f"1 = {one:.1f} steps/s"]
+        cells += [spread(np.array(sps) / one, 2) for sps in rates.values()]
+        lines.append(f"| {in_code(mode)} | {' | '.join(cells)} |")
+    return lines
+
+
 def scaling_table(found):
     """Speed-ups over one rank, of simulators that differ."""
     modes = found["heterogeneous"]
     lines = header("ranks", *modes["ver optimal"])
     for mode, by_ranks in modes.items():
         speedups = [f"{at['speedup']:.3g}" for at in by_ranks.values()]
-        sampler, preemption = mode.split()
-        lines.append(f"| `{sampler}`, `{preemption}` | {' | '.join(speedups)} |")
+        lines.append(f"| {in_code(mode)} | {' | '.join(speedups)} |")
     return lines
+
+
+def in_code(mode):
+    """The names in a mode of scaling.py, each as code."""
+    return ", ".join(f"`{name}`" for name in mode.split())
 
 
 def efficiency_table(found):
@@ -146,6 +209,10 @@ TABLES = {
     "evolution": lambda: with_footer(
         lambda _: evolution.table(), *(f"evolution-{task}" for task in evolution.TASKS)
     ),
+    "samplers": lambda: with_footer(samplers_table, "samplers"),
+    "latency": lambda: with_footer(latency_table, "latency"),
+    "parts": lambda: with_footer(parts_table, "parts"),
+    "ranks": lambda: with_footer(ranks_table, "ranks"),
     "scaling": lambda: with_footer(scaling_table, "scaling"),
     "efficiency": lambda: with_footer(efficiency_table, "efficiency"),
     "peers": lambda: with_footer(peers_table, "peers"),
