@@ -31,13 +31,17 @@ from results import draw, header
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "notebooks" / "MANUAL.md"]
-MARKS = re.compile(r"(<!-- results: (\w+) -->\n).*?(<!-- end of results -->)", re.DOTALL)
+MARKS = re.compile(r"(<!-- results: ([\w-]+) -->\n).*?(<!-- end of results -->)", re.DOTALL)
 BENCHMARKS = {  # their last line is JSON
     "samplers": "throughput.py --workload a b c d --rounds 3 --rollouts 10",
+    "feed-forward": "throughput.py --workload c --modes sync nover ver ver+overlap --feed-forward"
+    " --rounds 3 --rollouts 10",
     "latency": "machinery.py latency --rounds 4 --checkpoint CHECKPOINT",
     "parts": "machinery.py parts --rounds 3 --checkpoint CHECKPOINT",
     "ranks": "scaling.py run --modes 'ver optimal' 'sync none' --rounds 2 --rollouts 10",
     "peers": "peers.py --rounds 3 --total-timesteps 50000",
+    "peers-computes": "peers.py --rounds 3 --total-timesteps 12288 --simulator computes",
+    "peers-sleeps": "peers.py --rounds 3 --total-timesteps 12288 --simulator sleeps",
     "scaling": "scaling.py simulate --ranks 1 2 4 8 16 32 64 128 256",
     "efficiency": "sample_efficiency.py --folder runs/efficiency --jobs 4",
     "equal": "evolution.py equal",
@@ -94,6 +98,24 @@ def samplers_table(found):
                 values = [quantity(results[mode]) for results in measured["rounds"]]
                 cells.append(spread(values, digits))
             lines.append(f"| {workload}: {words} | {' | '.join(cells)} |")
+    return lines
+
+
+def feed_forward_table(found):
+    """The same with the LSTM and without, in the same rounds."""
+    (measured,) = found["workloads"].values()
+    lines = header(
+        "", "steps/s with the LSTM", "without", "ratio to `sync` with the LSTM", "without"
+    )
+    for mode in throughput.MODES:
+        names = mode, mode + throughput.FEED_FORWARD
+        if mode in measured["rounds"][0]:
+            cells = []
+            for quantity, digits in (("sps", 0), ("over_sync", 2)):
+                for name in names:
+                    values = [results[name][quantity] for results in measured["rounds"]]
+                    cells.append(spread(values, digits))
+            lines.append(f"| `{mode}` | {' | '.join(cells)} |")
     return lines
 
 
@@ -210,12 +232,15 @@ TABLES = {
         lambda _: evolution.table(), *(f"evolution-{task}" for task in evolution.TASKS)
     ),
     "samplers": lambda: with_footer(samplers_table, "samplers"),
+    "feed-forward": lambda: with_footer(feed_forward_table, "feed-forward"),
     "latency": lambda: with_footer(latency_table, "latency"),
     "parts": lambda: with_footer(parts_table, "parts"),
     "ranks": lambda: with_footer(ranks_table, "ranks"),
     "scaling": lambda: with_footer(scaling_table, "scaling"),
     "efficiency": lambda: with_footer(efficiency_table, "efficiency"),
     "peers": lambda: with_footer(peers_table, "peers"),
+    "peers-computes": lambda: with_footer(peers_table, "peers-computes"),
+    "peers-sleeps": lambda: with_footer(peers_table, "peers-sleeps"),
 }
 
 

@@ -138,9 +138,10 @@ class NoDataset(Dataset):
 class PeersNet(Net):
     """PointNavResNetNet with the encoders of peers.py in the place of its own."""
 
-    def __init__(self, observation_space, action_space, hidden_size):
+    def __init__(self, action_space, hidden_size):
         super().__init__()
-        self.encoder = peers.ObservationEncoder(observation_space)
+        # Gymnasium's space; habitat-baselines has old gym's
+        self.encoder = peers.ObservationEncoder(peers.make_env().observation_space)
         self.prev_action_embedding = nn.Embedding(action_space.n + 1, 32)
         in_features = self.encoder.out_features + 32
         lstm = {"rnn_type": "LSTM", "num_layers": 1}
@@ -172,7 +173,7 @@ class PeersPolicy(NetPolicy):
     @classmethod
     def from_config(cls, config, observation_space, action_space, **_):
         settings = config.habitat_baselines.rl
-        net = PeersNet(observation_space, action_space, settings.ppo.hidden_size)
+        net = PeersNet(action_space, settings.ppo.hidden_size)
         configs = {
             "policy_config": settings.policy.main_agent,
             "aux_loss_config": settings.auxiliary_losses,
