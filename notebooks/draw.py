@@ -349,7 +349,7 @@ def efficiency_curves(found):
             axis.fill_between(thousand_G, curve["low"], curve["high"], color=color, alpha=0.1, lw=0)
         name = tag.split("/")[1].replace("_", " ").replace("spl", "SPL")
         axis.set(xlabel="thousand steps", ylabel=name, ylim=(0, None), title=task)
-    axes[0].legend(frameon=False, loc="lower right")
+    axes[1].legend(frameon=False, loc="lower right")
     return figure
 
 

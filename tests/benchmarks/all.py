@@ -195,7 +195,7 @@ def efficiency_table(found):
 def peers_table(found):
     """Steps per second of every trainer in one run, and how many times as fast ver_ppo.py is."""
     ours = np.array(by_trainer(found)["ver", "default"])
-    lines = header("trainer", "steps/s: median (range)", "ver_ppo.py is faster by")
+    lines = header("trainer", "steps/s: median (range)", "the default is … times as fast")
     for (trainer, variant), sps in by_trainer(found).items():
         name = draw.TRAINERS[trainer]
         lines.append(f"| {name}, {variant} | {spread(sps)} | {spread(ours / sps, 2)} |")
