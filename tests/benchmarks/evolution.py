@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from results import ROOT, draw, dump, header, ver_ppo, where_and_when
@@ -30,14 +31,25 @@ MEMBERS = 4
 OPTIONS = dict.fromkeys(BOUNDS, 0)  # of invented members
 SPREADS = (0.1, 0.2, 0.5, 1.0, 2.0)  # standard deviations of returns whose mean is 1
 TUNED_SEEDS = 8
-ONE_THREAD = "--no-overlap --num-workers 0 --learner-threads 1 --eval-episodes 100 --greedy"
+
+
+class Task(NamedTuple):
+    """What is learned, and between which powers of ten learning rates are drawn for it."""
+
+    options: str
+    tuned_rate: float
+    powers: tuple[float, float]
+    interval: int  # steps between decisions
+
+
+OF_BOTH = "--no-overlap --num-workers 0 --learner-threads 1 --eval-episodes 100 --greedy"
 CARTPOLE = "--env-id CartPole-v1 --total-timesteps 99840 --num-envs 8 --num-steps 32 --gamma 0.98"
 CARTPOLE += " --gae-lambda 0.8 --update-epochs 10 --num-minibatches 1 --vf-coef 0.01 --ent-coef 0"
 CUE = "--env-id tests.envs:Cue-v0 --total-timesteps 150000 --num-steps 64 --gae-lambda 1"
 CUE += " --hidden-size 32 --update-epochs 4 --num-minibatches 2"
-TASKS = {  # options; the tuned rate; powers of ten to draw rates between; steps between decisions
-    "CartPole-v1": (f"{CARTPOLE} {ONE_THREAD}", 1e-3, (-4.5, -1.5), 8192),
-    "cue": (f"{CUE} {ONE_THREAD}", 3e-3, (-4, -1), 4096),
+TASKS = {
+    "CartPole-v1": Task(f"{CARTPOLE} {OF_BOTH}", 1e-3, (-4.5, -1.5), 8192),
+    "cue": Task(f"{CUE} {OF_BOTH}", 3e-3, (-4, -1), 4096),
 }
 
 
@@ -62,35 +74,32 @@ def run_together(lines, folder):
 
 def draw_rates(task, number):
     """The learning rates of a trial, drawn evenly on a logarithmic scale."""
-    _, _, (low, high), _ = TASKS[task]
-    return 10 ** np.random.default_rng(number).uniform(low, high, MEMBERS)
+    rng = np.random.default_rng(number)
+    return (10 ** rng.uniform(*TASKS[task].powers, MEMBERS)).tolist()
 
 
 def run_alone(task, rates, first_seed):
     """Runs on their own with these learning rates: what each came to."""
-    options, *_ = TASKS[task]
     with tempfile.TemporaryDirectory() as name:
         lines = []
         for k, rate in enumerate(rates):
             own = f"--learning-rate {rate} --runs-dir {name}/{k} --seed {first_seed + k}"
-            lines.append(f"python ver_ppo.py {options} {own}")
+            lines.append(f"python ver_ppo.py {TASKS[task].options} {own}")
         return run_together(lines, Path(name))
 
 
 def run_tuned(task):
     """What the tuned rate comes to, with each seed."""
-    _, rate, _, _ = TASKS[task]
-    return run_alone(task, [rate] * TUNED_SEEDS, first_seed=1)
+    return run_alone(task, [TASKS[task].tuned_rate] * TUNED_SEEDS, first_seed=1)
 
 
-def run_population(task, number):
-    """One population: what each member came to, and their decisions."""
-    options, _, _, interval = TASKS[task]
-    command = f"python -m notebooks.extensions.population {options}"
+def run_population(task, rates, seed):
+    """One population, which begins with these rates: what each member came to, and their
+    decisions."""
+    command = f"python -m notebooks.extensions.population {TASKS[task].options}"
     with tempfile.TemporaryDirectory() as name:
-        command += f" --population {name} --population-size {MEMBERS} --seed {number}"
-        command += f" --evolve-interval {interval}"
-        rates = draw_rates(task, number)
+        command += f" --population {name} --population-size {MEMBERS} --seed {seed}"
+        command += f" --evolve-interval {TASKS[task].interval}"
         members = [f"{command} --learning-rate {r} --member {k}" for k, r in enumerate(rates)]
         found = run_together(members, Path(name))
         files = [Path(name) / str(member) / "decisions.jsonl" for member in range(MEMBERS)]
@@ -100,9 +109,9 @@ def run_population(task, number):
 
 def trial(task, number):
     """A population, and four runs on their own, of the same learning rates."""
-    rates = draw_rates(task, number).tolist()
+    rates = draw_rates(task, number)
     alone = run_alone(task, rates, first_seed=100 * number)
-    population, decisions = run_population(task, number)
+    population, decisions = run_population(task, rates, seed=number)
     print(task, number, rates, alone, population, flush=True)
     return {"rates": rates, "alone": alone, "population": population, "decisions": decisions}
 
