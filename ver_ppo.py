@@ -657,7 +657,7 @@ class Collector:
         self.workers = workers
         self.io = io
         self.options = options
-        # whether a rollout of so many steps ends early: with many GPUs, when waiting for this
+        # steps of a rollout -> whether it ends early: with many GPUs, when waiting for this
         # process costs too much, or when the run must end; alone, never
         self.enough = enough
         self.device = next(policy.parameters()).device
@@ -680,8 +680,8 @@ class Collector:
 
 def await_answers(c, most, collected=0):
     """Dynamic batching (VER section 2.1): the environments that have answered, at least one, in
-    order of arrival, at most so many: others stay in flight. `sync` waits for all. Empty if the
-    rollout, of which so many steps are collected, must end first."""
+    order of arrival, at most `most` of them: others stay in flight. `sync` waits for all. Empty if
+    the rollout, which has `collected` steps, must end first."""
     # check_options sees to it that sync may take all at once
     needed = c.options.num_envs if c.options.sampler == "sync" else 1
     began_at = time.perf_counter()
@@ -940,8 +940,8 @@ def importance_weights(env_S, num_envs, maximum=1.0):
 def add_returns(policy, rollout, options):
     """Write advantage, return and weight of every collected step into the rollout: GAE with the
     stored values; if older policies collected it, corrected by what the policy finds now.
-    The weights count segments: environments, or async's trajectories, which are all as long, so
-    that APPO weighs all steps alike, also where fast environments gave more trajectories."""
+    The weights count segments: environments, or async's trajectories. These are equally long, so
+    with async all steps weigh the same, even where fast environments gave more trajectories."""
     steps = rollout.rows[: rollout.size]
     value_S = steps["value"]
     keep_S = np.ones_like(value_S)

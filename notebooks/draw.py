@@ -28,14 +28,14 @@ SKY = "#56B4E9"
 GREY = "#8C8C8C"
 DARK = "#444444"
 COLORS = (BLUE, ORANGE, GREEN, RED, PURPLE, SKY)
-LINES = ("-", "--", "-.", ":")  # curves differ without their colours, too
+LINES = ("-", "--", "-.", ":", (0, (6, 1, 1, 1, 1, 1)))  # curves differ without their colours, too
 MEMBERS = (("-", "o"), ("--", "s"), ("-.", "^"), (":", "D"))  # of a population: line, marker
 TRAINERS = {  # of tests/benchmarks/peers.py
     "ver": "ver_ppo.py",
     "sample_factory": "Sample Factory 2.1.1",
     "sb3": "RecurrentPPO, sb3-contrib 2.9.2",
-    "habitat_ver": "VER of habitat-baselines 0.3.3",
-    "habitat_ddppo": "DD-PPO of habitat-baselines 0.3.3",
+    "habitat_ver": "VER of habitat-baselines 0.3.320260507",
+    "habitat_ddppo": "DD-PPO of habitat-baselines 0.3.320260507",
 }
 ROUNDED = {"precision": 4, "suppress": True, "threshold": 12, "edgeitems": 4}  # as printed
 SAMPLERS = {"sync": GREY, "nover": ORANGE, "ver": BLUE, "async": PURPLE}
@@ -294,7 +294,10 @@ def trainer_bars(sps):
         color = BLUE if trainer == "ver" else GREY
         axis.barh(row, median, 0.7, color=color, xerr=spread, capsize=3)
         axis.text(max(rates), row, f"  {median:,.0f}", va="center")
-    names = [f"{TRAINERS[trainer]}, {variant}" for trainer, variant in sps]
+    names = [TRAINERS[trainer] for trainer, _ in sps]
+    for row, (trainer, variant) in enumerate(sps):
+        if trainer == "ver":
+            names[row] += f", {variant}"
     axis.set(yticks=range(len(sps)), yticklabels=names, xlabel="steps per second")
     axis.invert_yaxis()
     return figure
@@ -341,11 +344,10 @@ def efficiency_curves(found):
     figure, axes = plt.subplots(1, len(panels), figsize=(10, 3.2), layout="constrained")
     for axis, (task, tag) in zip(axes, panels):
         thousand_G = np.array(found[task]["steps"]) / 1000
-        for mode, result in found[task]["tags"][tag].items():
+        for line, (mode, result) in zip(LINES, found[task]["tags"][tag].items()):
             curve = result["curve"]
-            sampler, _, overlap = mode.partition("+")
-            color = SAMPLERS[sampler]
-            axis.plot(thousand_G, curve["iqm"], "--" if overlap else "-", color=color, label=mode)
+            color = SAMPLERS[mode.partition("+")[0]]
+            axis.plot(thousand_G, curve["iqm"], linestyle=line, color=color, label=mode)
             axis.fill_between(thousand_G, curve["low"], curve["high"], color=color, alpha=0.1, lw=0)
         name = tag.split("/")[1].replace("_", " ").replace("spl", "SPL")
         axis.set(xlabel="thousand steps", ylabel=name, ylim=(0, None), title=task)
@@ -426,7 +428,7 @@ def schedules(axis, decisions, name):
             steps += [line["step"], line["step"]]
             values += [line["options"][name], line["to"][name]]
         member_curve(axis, number, steps, values)
-    axis.set(yscale="log", xlabel="steps", ylabel=name)
+    axis.set(yscale="log", xlabel="steps", ylabel=name.replace("_", " "))
 
 
 def evolution(decisions):
@@ -457,15 +459,12 @@ def flat(axis, boxes_K4, num_walls, size):
 
 
 def chain_view(axis, found):
-    """One whole chain from above: the way of each skill, with its number where it begins, where the
-    object lay (ring) and where it belongs (square)."""
-    looks = {"navigate": (BLUE, "-"), "pick": (ORANGE, "o-"), "place": (PURPLE, "^-")}
+    """One whole chain from above: the way of each skill, in their order, where the object lay (ring)
+    and where it belongs (square)."""
+    looks = ((BLUE, "-"), (ORANGE, "o-"), (SKY, "--"), (PURPLE, "^-"))
     flat(axis, found["boxes"], found["walls"], found["size"])
-    for number, (name, path) in enumerate(found["stages"], 1):
-        color, line = looks[name]
+    for number, ((color, line), (name, path)) in enumerate(zip(looks, found["stages"]), 1):
         axis.plot(*np.array(path).T, line, color=color, ms=4, lw=2, label=f"{number} {name}")
-        beside = {"xytext": (-10, 4) if number % 2 else (5, -10), "textcoords": "offset points"}
-        axis.annotate(str(number), path[0], fontsize=9, **beside)
     axis.plot(*found["object"], "o", mfc="none", mec="black", ms=10, mew=1.5)
     axis.plot(*found["place"], "s", mfc="none", mec="black", ms=10, mew=1.5)
     axis.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))

@@ -212,12 +212,14 @@ def by_trainer(found):
 
 def with_footer(table, *names):
     """A table of what these files hold, and where it is from."""
-    kept = [draw.load_result(name) for name in names]
-    first = kept[0]
-    files = " and ".join(f"results/{name}.json" for name in names)
-    footer = f"By `{first['command']}` at commit {first['commit']}, {first['date']}, on "
-    footer += f"{first['machine']}, Python {first['python']} ({files})."
-    return "\n".join([*table(first.get("found", first)), "", footer])
+    files = {}
+    for name in names:
+        kept = draw.load_result(name)
+        where = f"By `{kept['command']}` at commit {kept['commit']}, {kept['date']}, on "
+        where += f"{kept['machine']}, Python {kept['python']}"
+        files.setdefault(where, []).append(f"results/{name}.json")
+    footer = " ".join(f"{where} ({' and '.join(found)})." for where, found in files.items())
+    return "\n".join([*table(kept.get("found", kept)), "", footer])
 
 
 TABLES = {

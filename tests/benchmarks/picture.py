@@ -8,6 +8,7 @@ import argparse
 
 import matplotlib
 import matplotlib.pyplot as plt
+from results import draw
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 
@@ -16,14 +17,13 @@ def draw_curves(folder, out, title):
     figure, axes = plt.subplots(1, 2, figsize=(9, 3))
     events = EventAccumulator(folder).Reload()
     for axis, names in zip(axes, (("distance_to_goal",), ("success", "spl"))):
-        for name in names:
+        for line, name in zip(draw.LINES, names):
             points = events.Scalars(f"metrics/{name}")
             steps = [point.step / 1e6 for point in points]
             values = [point.value for point in points]
-            axis.plot(steps, values, lw=1.2, label=name.replace("_", " "))
+            axis.plot(steps, values, line, lw=1.2, label=name.replace("_", " ").replace("spl", "SPL"))
         axis.set(xlabel="million steps", ylim=(0, None))
-        axis.grid(alpha=0.3)
-        axis.legend()
+        axis.legend(frameon=False)
     axes[0].set(ylabel="m at the end of an episode")
     figure.suptitle(f"{title}: mean of the last 100 training episodes")
     figure.tight_layout()
@@ -39,4 +39,5 @@ if __name__ == "__main__":
     parser.add_argument("--title", default="")
     arguments = parser.parse_args()
     matplotlib.use("Agg")
+    draw.setup()
     draw_curves(arguments.folder, arguments.out, arguments.title)

@@ -312,7 +312,7 @@ def measured_at(tasks):
     rows = {}
     for row, task in enumerate(tasks, 1):
         kept = draw.load_result(task)
-        where = f"commit {kept['commit']}, {kept['machine']}"
+        where = f"commit {kept['commit']}, {kept['date']}, {kept['machine']}"
         rows.setdefault(where, []).append(str(row))
     if len(rows) == 1:
         return f"Measured at {where}."
