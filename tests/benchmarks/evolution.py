@@ -6,8 +6,9 @@ over from each other although they are equal.
 
 In each trial four learning rates are drawn, for CartPole from 10^-4.5 to 10^-1.5, for the cue,
 which needs memory, from 10^-4 to 10^-1; the members of a population begin with them, and so do four
-runs on their own. Success is to reach what the tuned rate reaches in as many steps of one run: the
-mean of eight seeds. The best of four is that whose last hundred training episodes were best. Kept,
+runs on their own. Success is to come within 2 % of what the tuned rate reaches in as many steps of
+one run: the mean of eight seeds. CartPole's tuned rate is the default, and all else, too. The best
+of four is that whose last hundred training episodes were best. Kept,
 with every decision, in notebooks/results/evolution-TASK.json, of which all.py makes the manual's
 table and picture, and notebook 7 pictures of CartPole's.
 """
@@ -31,6 +32,7 @@ MEMBERS = 4
 OPTIONS = dict.fromkeys(BOUNDS, 0)  # of invented members
 SPREADS = (0.1, 0.2, 0.5, 1.0, 2.0)  # standard deviations of returns whose mean is 1
 TUNED_SEEDS = 8
+REACHED = 0.98  # of the return of the tuned rate
 
 
 class Task(NamedTuple):
@@ -43,12 +45,11 @@ class Task(NamedTuple):
 
 
 OF_BOTH = "--no-overlap --num-workers 0 --learner-threads 1 --eval-episodes 100 --greedy"
-CARTPOLE = "--env-id CartPole-v1 --total-timesteps 99840 --num-envs 8 --num-steps 32 --gamma 0.98"
-CARTPOLE += " --gae-lambda 0.8 --update-epochs 10 --num-minibatches 1 --vf-coef 0.01 --ent-coef 0"
+CARTPOLE = "--env-id CartPole-v1 --total-timesteps 150000"
 CUE = "--env-id tests.envs:Cue-v0 --total-timesteps 150000 --num-steps 64 --gae-lambda 1"
 CUE += " --hidden-size 32 --update-epochs 4 --num-minibatches 2"
 TASKS = {
-    "CartPole-v1": Task(f"{CARTPOLE} {OF_BOTH}", 1e-3, (-4.5, -1.5), 8192),
+    "CartPole-v1": Task(f"{CARTPOLE} {OF_BOTH}", 2e-3, (-4.5, -1.5), 8192),
     "cue": Task(f"{CUE} {OF_BOTH}", 3e-3, (-4, -1), 4096),
 }
 
@@ -157,11 +158,12 @@ def equal_table(found):
 
 def reached(task):
     """What came out of a task's trials: how many of all members and of single runs, and of the best
-    of each four, reached the tuned rate's mean return; by name, as words."""
+    of each four, reached what the tuned rate reaches; by name, as words."""
     kept = draw.load_result(f"evolution-{task}")
     trials = kept["trials"]
-    goal = np.mean([evaluated for _, evaluated in kept["tuned"]])
-    found = {"trials": str(len(trials)), "the tuned rate reaches": f"{goal:.3g}"}
+    tuned = np.mean([evaluated for _, evaluated in kept["tuned"]])
+    goal = REACHED * tuned
+    found = {"trials": str(len(trials)), "the tuned rate reaches": f"{tuned:.3g}"}
     for kind, words in {"population": "of populations", "alone": "on their own"}.items():
         groups = [trial[kind] for trial in trials]
         ends = [evaluated for group in groups for _, evaluated in group]
