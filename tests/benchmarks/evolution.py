@@ -7,10 +7,10 @@ over from each other although they are equal.
 In each trial four learning rates are drawn, for CartPole from 10^-4.5 to 10^-1.5, for the cue,
 which needs memory, from 10^-4 to 10^-1; the members of a population begin with them, and so do four
 runs on their own. Success is to come within 2 % of what the tuned rate reaches in as many steps of
-one run: the mean of eight seeds. CartPole's tuned rate is the default, and all else, too. The best
-of four is that whose last hundred training episodes were best. Kept,
-with every decision, in notebooks/results/evolution-TASK.json, of which all.py makes the manual's
-table and picture, and notebook 7 pictures of CartPole's.
+one run: the mean of eight seeds. All else are the defaults on CartPole, whose tuned rate is the
+default, too. The best of four is that whose last hundred training episodes were best. Kept, with
+every decision, in notebooks/results/evolution-TASK.json, of which all.py makes the manual's table
+and picture, and notebook 7 pictures of CartPole's.
 """
 
 import argparse
