@@ -267,10 +267,15 @@ def grid_for_cells(axis, columns, rows):
 def band(axis, x, values_KX, color, label, line="-"):
     """Mean of K seeds, and the range from the lowest to the highest."""
     values_KX = np.asarray(values_KX)
-    axis.plot(x, values_KX.mean(axis=0), line, color=color, label=label)
+    axis.plot(x, values_KX.mean(axis=0), linestyle=line, color=color, label=label)
     low_X = values_KX.min(axis=0)
     high_X = values_KX.max(axis=0)
     axis.fill_between(x, low_X, high_X, color=color, alpha=0.2, lw=0)
+
+
+def in_words(tag):
+    """The name of what TensorBoard, or an evaluation, has measured, as words."""
+    return tag.split("/")[-1].replace("_", " ").replace("spl", "SPL")
 
 
 def load_result(task):
@@ -288,16 +293,14 @@ def curves(result, tag):
 def trainer_bars(sps):
     """Steps per second of trainers, median and range of the rounds: (trainer, variant) -> list."""
     figure, axis = plt.subplots(figsize=(9, 0.5 * len(sps) + 0.8), layout="constrained")
+    names = []
     for row, ((trainer, variant), rates) in enumerate(sps.items()):
         median = np.median(rates)
         spread = [[median - min(rates)], [max(rates) - median]]
-        color = BLUE if trainer == "ver" else GREY
-        axis.barh(row, median, 0.7, color=color, xerr=spread, capsize=3)
+        ours = trainer == "ver"
+        axis.barh(row, median, 0.7, color=BLUE if ours else GREY, xerr=spread, capsize=3)
         axis.text(max(rates), row, f"  {median:,.0f}", va="center")
-    names = [TRAINERS[trainer] for trainer, _ in sps]
-    for row, (trainer, variant) in enumerate(sps):
-        if trainer == "ver":
-            names[row] += f", {variant}"
+        names.append(f"{TRAINERS[trainer]}, {variant}" if ours else TRAINERS[trainer])
     axis.set(yticks=range(len(sps)), yticklabels=names, xlabel="steps per second")
     axis.invert_yaxis()
     return figure
@@ -331,7 +334,7 @@ def learning_curves(results):
         for color, line, (label, result) in zip(COLORS, LINES, results.items()):
             steps, values_KX = curves(result, f"metrics/{tag}")
             band(axis, steps / 1e6, values_KX, color, label, line)
-        title = f"{tag.replace('spl', 'SPL')}, last 100 training episodes"
+        title = f"{in_words(tag)}, last 100 training episodes"
         axis.set(xlabel="million steps", ylim=(0, 1), title=title)
     axes[0].legend(frameon=False, loc="lower right")
     return figure
@@ -349,8 +352,7 @@ def efficiency_curves(found):
             color = SAMPLERS[mode.partition("+")[0]]
             axis.plot(thousand_G, curve["iqm"], linestyle=line, color=color, label=mode)
             axis.fill_between(thousand_G, curve["low"], curve["high"], color=color, alpha=0.1, lw=0)
-        name = tag.split("/")[1].replace("_", " ").replace("spl", "SPL")
-        axis.set(xlabel="thousand steps", ylabel=name, ylim=(0, None), title=task)
+        axis.set(xlabel="thousand steps", ylabel=in_words(tag), ylim=(0, None), title=task)
     axes[1].legend(frameon=False, loc="lower right")
     return figure
 
@@ -428,7 +430,7 @@ def schedules(axis, decisions, name):
             steps += [line["step"], line["step"]]
             values += [line["options"][name], line["to"][name]]
         member_curve(axis, number, steps, values)
-    axis.set(yscale="log", xlabel="steps", ylabel=name.replace("_", " "))
+    axis.set(yscale="log", xlabel="steps", ylabel=in_words(name))
 
 
 def evolution(decisions):
@@ -459,8 +461,8 @@ def flat(axis, boxes_K4, num_walls, size):
 
 
 def chain_view(axis, found):
-    """One whole chain from above: the way of each skill, in their order, where the object lay (ring)
-    and where it belongs (square)."""
+    """One whole chain from above: the way of each skill, in their order, where the object lay
+    (ring) and where it belongs (square)."""
     looks = ((BLUE, "-"), (ORANGE, "o-"), (SKY, "--"), (PURPLE, "^-"))
     flat(axis, found["boxes"], found["walls"], found["size"])
     for number, ((color, line), (name, path)) in enumerate(zip(looks, found["stages"]), 1):

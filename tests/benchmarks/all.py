@@ -187,7 +187,7 @@ def efficiency_table(found):
                     at = by_mode[mode][what]
                     low, middle, high = (f"{at[key]:.{digits}f}" for key in ("low", "iqm", "high"))
                     cells.append(f"{middle} [{low}, {high}]")
-                name = f"{task}, {tag.split('/')[1].replace('_', ' ')}: {what}"
+                name = f"{task}, {draw.in_words(tag)}: {what}"
                 lines.append(f"| {name} | {' | '.join(cells)} |")
     return lines
 
@@ -212,14 +212,15 @@ def by_trainer(found):
 
 def with_footer(table, *names):
     """A table of what these files hold, and where it is from."""
+    kept = {name: draw.load_result(name) for name in names}
     files = {}
-    for name in names:
-        kept = draw.load_result(name)
-        where = f"By `{kept['command']}` at commit {kept['commit']}, {kept['date']}, on "
-        where += f"{kept['machine']}, Python {kept['python']}"
+    for name, each in kept.items():
+        where = f"By `{each['command']}` at commit {each['commit']}, {each['date']}, on "
+        where += f"{each['machine']}, Python {each['python']}"
         files.setdefault(where, []).append(f"results/{name}.json")
     footer = " ".join(f"{where} ({' and '.join(found)})." for where, found in files.items())
-    return "\n".join([*table(kept.get("found", kept)), "", footer])
+    first = kept[names[0]]
+    return "\n".join([*table(first.get("found", first)), "", footer])
 
 
 TABLES = {

@@ -1,14 +1,14 @@
 """Whether a population finds the learning rate that it was not told; and how often its members take
 over from each other although they are equal.
 
-    python tests/benchmarks/evolution.py run      populations of four, as many single runs; an hour
+    python tests/benchmarks/evolution.py run      populations of four, and single runs; 30 minutes
     python tests/benchmarks/evolution.py equal    prints how often equal policies take over
 
 In each trial four learning rates are drawn, for CartPole from 10^-4.5 to 10^-1.5, for the cue,
 which needs memory, from 10^-4 to 10^-1; the members of a population begin with them, and so do four
 runs on their own. Success is to come within 2 % of what the tuned rate reaches in as many steps of
-one run: the mean of eight seeds. All else are the defaults on CartPole, whose tuned rate is the
-default, too. The best of four is that whose last hundred training episodes were best. Kept, with
+one run: the mean of eight seeds. On CartPole all options but the steps are the defaults, and so is
+the tuned rate. The best of four is that whose last hundred training episodes were best. Kept, with
 every decision, in notebooks/results/evolution-TASK.json, of which all.py makes the manual's table
 and picture, and notebook 7 pictures of CartPole's.
 """

@@ -21,7 +21,7 @@ def draw_curves(folder, out, title):
             points = events.Scalars(f"metrics/{name}")
             steps = [point.step / 1e6 for point in points]
             values = [point.value for point in points]
-            axis.plot(steps, values, line, lw=1.2, label=name.replace("_", " ").replace("spl", "SPL"))
+            axis.plot(steps, values, linestyle=line, lw=1.2, label=draw.in_words(name))
         axis.set(xlabel="million steps", ylim=(0, None))
         axis.legend(frameon=False)
     axes[0].set(ylabel="m at the end of an episode")

@@ -292,7 +292,7 @@ def found_cells(task, names):
         digits = 0 if abs(values[0]) > 20 else 3
         numbers = np.mean(values), min(values), max(values)
         mean, low, high = (f"{number:,.{digits}f}".replace("-", "−") for number in numbers)
-        cells.append(f"{name.replace('spl', 'SPL')} {mean} ({low} to {high})")
+        cells.append(f"{draw.in_words(name)} {mean} ({low} to {high})")
     return len(runs), ", ".join(cells)
 
 
