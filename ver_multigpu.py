@@ -62,22 +62,15 @@ class Options(ver_ppo.Options):
     sync_frac: float = 0.6  # of --preemption threshold
     # seconds to wait for other ranks; longer than any rollout takes, --env-timeout included
     rank_timeout: float = 1800.0
-    # another process collects the next rollout while this one learns: not with preemption
-    overlap: bool = False
 
     def __post_init__(self):
         super().__post_init__()
-        rules = [
-            (0 < self.sync_frac <= 1, "sync_frac", "must be above 0 and at most 1"),
-            (0 < self.rank_timeout < math.inf, "rank_timeout", "must be a positive number"),
-            (
-                self.preemption == "none" or not self.overlaps,
-                "preemption",
-                "must be none with --overlap (or give --no-overlap) and --sampler async",
-            ),
-            (not self.checkpoint, "checkpoint", "is evaluated by ver_ppo.py"),
-        ]
-        ver_ppo.check_rules(self, rules)
+        if not 0 < self.sync_frac <= 1:
+            ver_ppo.refuse(self, "sync_frac", "must be above 0 and at most 1")
+        if not 0 < self.rank_timeout < math.inf:
+            ver_ppo.refuse(self, "rank_timeout", "must be a positive number")
+        if self.checkpoint:
+            ver_ppo.refuse(self, "checkpoint", "is evaluated by ver_ppo.py")
 
 
 def local_gpu():
@@ -161,7 +154,9 @@ class Ranks:
         return self.call(self.store.add, f"start {self.start} rollout {rollout}", more)
 
     def close(self):
-        """Part from the others."""
+        """Part from the others, once."""
+        if not dist.is_initialized():
+            return
         dist.destroy_process_group()
         # gloo's threads free tensors under Python's lock: one that is late aborts an interpreter
         # that ends
@@ -246,28 +241,26 @@ def step_seconds(rollout, quota):
     """Every environment's mean seconds per step, until it had given its `quota` or the rollout
     ended. Steps that were in flight count neither at the begin nor at the end, which evens out."""
     began_at, ended_at, _ = rollout.clock
-    new = rollout.rows[: rollout.size]
-    steps_N = np.bincount(new["env"], minlength=rollout.num_envs)
+    steps = rollout.complete
+    given_N = np.bincount(steps["env"], minlength=rollout.num_envs)
     last_N = np.zeros(rollout.num_envs)
-    np.maximum.at(last_N, new["env"], new["began_at"] + new["step_sec"])
-    spent_N = np.where(steps_N >= quota, last_N, ended_at) - began_at
-    return np.maximum(spent_N, 1e-9) / np.maximum(steps_N, 1)
+    np.maximum.at(last_N, steps["env"], steps["began_at"] + steps["step_sec"])
+    spent_N = np.where(given_N >= quota, last_N, ended_at) - began_at
+    return np.maximum(spent_N, 1e-9) / np.maximum(given_N, 1)
 
 
 def fill_up(rollout, previous):
     """Fill a preempted rollout up to S steps with the newest ones that this rank learned from
-    before (VER section 2.3), with their advantages, returns and weights. Returns how many.
+    before (VER section 2.3), with their advantages, returns and weights, behind its own.
 
-    `previous` is the rollout before, filled up like this: its first `size` steps are newer than the
+    `previous` is the rollout before, filled up like this: its complete rows are newer than the
     others, each part is in time order. Stale steps are segments of their own.
     """
-    fresh = rollout.size
-    steps = np.arange(rollout.steps)
-    newest = np.roll(steps, -previous.size)[fresh:]
-    rollout.copy(steps[fresh:], previous, newest)
+    fresh = rollout.rows
+    rows = np.arange(rollout.capacity)
+    newest = np.roll(rows, -previous.rows)[fresh:]
+    rollout.copy(rows[fresh:], previous, newest)
     rollout.segment[fresh:] = rollout.num_envs + rollout.env[fresh:]
-    rollout.learned = rollout.steps
-    return rollout.steps - fresh
 
 
 # ------------------------------------------------------------------------------------------ Train
@@ -283,12 +276,30 @@ class RankRun(ver_ppo.Run):
     add to, of complete steps (optimal) or of ranks that are done (threshold): when it reaches
     `limit`, a rollout ends as it is."""
 
-    def __init__(self, ranks, options, *args):
-        self.ranks = ranks
+    def __init__(self, options):
+        self.ranks = Ranks(options.rank_timeout)
         self.previous = None
         self.min_steps = options.rollout_steps // 4 if options.preemption == "threshold" else 1
         self.begin_rollout(NO_LIMIT, 0.0, 0.5)
-        super().__init__(options, *args)
+        failure = None
+        try:
+            check_gpus(self.ranks, options.device)
+            own_way = type(self).rollouts, self.collector_class
+            if options.preemption != "none" and own_way != (RankRun.rollouts, ver_ppo.Collector):
+                advice = "must be none with an extension that collects in its own way"
+                ver_ppo.refuse(options, "preemption", advice)
+            super().__init__(options)
+        except UserError as error:
+            failure = error
+        try:
+            self.ranks.agree(failure)
+            begin_alike(self.ranks, self)
+        except Exception:
+            self.close()
+            raise
+        if self.ranks.rank:  # weights were drawn alike; environments and actions are not
+            seed = ver_ppo.derive_seed(SEED_OF_RANK, options.seed, self.ranks.rank)
+            self.options = replace(options, seed=seed)
 
     def open_folder(self):
         if self.ranks.rank == 0:
@@ -299,7 +310,10 @@ class RankRun(ver_ppo.Run):
         self.folder = None
         self.bar = ver_ppo.tqdm(disable=True)
         self.bar.write = lambda text: None
-        self.open_trace()
+
+    def close(self):
+        super().close()
+        self.ranks.close()
 
     def begin_rollout(self, limit, predicted_sec, expected_sec):
         """Count from 0. Looking costs a hundredth of the expected time at most."""
@@ -324,21 +338,21 @@ class RankRun(ver_ppo.Run):
         if stops.item():
             raise Interrupted(self.signal or signal.SIGTERM)
 
-    def enough(self, steps=0):
+    def enough(self, rows=0):
         """Whether this rank is preempted, got a signal, or another rank cannot go on."""
         if time.monotonic() >= self.next_look:
             self.next_look = time.monotonic() + self.look_sec
-            self.count(steps)
+            self.count(rows)
         return super().enough() or self.preempted or self.other_stopped
 
-    def count(self, steps, done=False):
+    def count(self, rows, done=False):
         """Add what has been collected since the last time, or that this rank is done."""
         news = int(done)
         if self.options.preemption == "optimal":
-            news = steps - self.counted
-        self.counted = steps
+            news = rows - self.counted
+        self.counted = rows
         total = self.ranks.count(self.update, news)
-        self.preempted = total >= self.limit and steps >= self.min_steps
+        self.preempted = total >= self.limit and rows >= self.min_steps
         self.other_stopped = total >= STOP
 
     def collect(self, source):
@@ -346,7 +360,7 @@ class RankRun(ver_ppo.Run):
         failure = None
         try:
             rollout = super().collect(source)
-            self.count(rollout.size, done=True)
+            self.count(rollout.rows, done=True)
         except (Interrupted, UserError) as error:
             failure = error
         except EnvironmentFailure as error:
@@ -356,18 +370,20 @@ class RankRun(ver_ppo.Run):
         self.ranks.agree(failure)
         return rollout
 
-    def fill_up(self, rollout):
-        """Fill this rollout up, and keep a copy for the next one. Returns what to log."""
+    def add_returns(self, rollout):
+        """As Run.add_returns; a preempted rollout is filled up, and kept for the next one."""
+        rows = super().add_returns(rollout)
         if self.options.preemption == "none":
-            return {}
-        stale = fill_up(rollout, self.previous) if self.previous else 0
+            return rows
         if not self.previous:
-            size = rollout.steps, rollout.num_envs, self.policy.state_shape, rollout.device
+            size = rollout.capacity, rollout.num_envs, self.policy.state_shape, rollout.device
             self.previous = ver_ppo.Rollout(self.spec, *size)
-        all_steps = np.arange(rollout.steps)
-        self.previous.copy(all_steps, rollout, all_steps)
-        self.previous.size = rollout.size
-        return {"ranks/stale_share": stale / rollout.steps}
+        elif rows < rollout.capacity:
+            fill_up(rollout, self.previous)
+        all_rows = np.arange(rollout.capacity)
+        self.previous.copy(all_rows, rollout, all_rows)
+        self.previous.rows = rows
+        return rollout.capacity
 
     def describe(self, rollout, logs):
         """Steps, logs and episodes of all ranks; then all ranks decide alike when the next rollout
@@ -384,6 +400,8 @@ class RankRun(ver_ppo.Run):
         rollout_sec = max(part["time/rollout_sec"] for part in logs_R)
         logs["ranks/rollout_sec"] = rollout_sec
         logs["ranks/predicted_sec"] = self.predicted_sec
+        if options.preemption != "none":
+            logs["ranks/stale_share"] = 1 - sum(steps_R) / options.rollout_steps / len(steps_R)
         decision = NO_LIMIT, 0.0
         if options.preemption == "threshold":
             decision = threshold_preemption(self.ranks.size, options.sync_frac), 0.0
@@ -402,6 +420,12 @@ class RankRun(ver_ppo.Run):
         self.saved_step = self.step
         self.ranks.gather()  # or the first to leave would make torchrun end the one that writes
 
+    def evaluate(self):
+        """The ranks part, and rank 0 evaluates."""
+        self.ranks.close()
+        if self.ranks.rank == 0:
+            super().evaluate()
+
 
 def check_gpus(ranks, device):
     """Raise UserError, in all ranks, if two of them have the same GPU."""
@@ -415,54 +439,22 @@ def check_gpus(ranks, device):
 
 
 def begin_alike(ranks, run):
-    """Give all ranks the weights of rank 0, and its optimizer's state. Raises UserError if they do
-    not go on from the same step."""
+    """Give all ranks the weights of rank 0. Raises UserError if they do not go on from the same
+    step."""
     if len(set(ranks.gather((run.step, run.update)))) > 1:
         raise UserError(f"ranks have read different checkpoints of {run.options.resume}: try again")
-    tensors = [parameter.data for parameter in run.policy.parameters()]
-    for state in run.optimizer.state.values():
-        tensors += state.values()
-    for tensor in tensors:
-        ranks.call(dist.broadcast, tensor, 0)  # COLLECTIVE
+    for parameter in run.policy.parameters():
+        ranks.call(dist.broadcast, parameter.data, 0)  # COLLECTIVE
 
 
 def train(options, run_class=RankRun):
-    """Train on all ranks to the end; then they part, and rank 0 evaluates. Returns the run folder
-    on rank 0."""
-    with contextlib.ExitStack() as stack:
-        with contextlib.closing(Ranks(options.rank_timeout)) as ranks:
-            own = options
-            if ranks.rank:  # weights are drawn alike; environments, actions and traces are not
-                trace = options.trace and f"{options.trace}.{ranks.rank}"
-                seed = ver_ppo.derive_seed(SEED_OF_RANK, options.seed, ranks.rank)
-                own = replace(options, trace=trace, seed=seed)
-            failure = None
-            try:
-                check_gpus(ranks, options.device)
-                spec, policy, optimizer = ver_ppo.build(options)
-                run = run_class(ranks, own, spec, policy, optimizer)
-                stack.enter_context(contextlib.closing(run))
-            except UserError as error:
-                failure = error
-            ranks.agree(failure)
-            begin_alike(ranks, run)
-            seed = ver_ppo.derive_seed(ver_ppo.SEED_OF_LEARNER, own.seed, run.step)
-            torch.manual_seed(seed)
-            source = ver_ppo.rollout_source(policy, spec, own, run)
-            with contextlib.closing(source), run.training():
-                while run.step < options.total_timesteps:
-                    rollout = run.collect(source)
-                    learning_rate = ver_ppo.learning_rate_at(run.step, options)
-                    optimizer.param_groups[0]["lr"] = learning_rate
-                    with run.learning() as logs:
-                        ver_ppo.add_returns(policy, rollout, options)
-                        logs |= run.fill_up(rollout)
-                        update = ver_ppo.ppo_update
-                        logs |= update(policy, optimizer, rollout, options, run.average)
-                    run.log(rollout, logs)
-        if ranks.rank == 0:
-            run.evaluate()
-    return run.folder
+    """As ver_ppo.train, on all ranks; what this one alone fails of, which it has to say itself, is
+    a RankFailure."""
+    try:
+        return ver_ppo.train(options, run_class)
+    except (OSError, MemoryError, RuntimeError) as error:
+        rank = os.environ.get("RANK", "0")
+        raise RankFailure(f"rank {rank}: {ver_ppo.failure_text(error)}") from error
 
 
 def interrupted_run():
@@ -476,20 +468,7 @@ def interrupted_run():
     folder = Path(store.get(FOLDER_KEY).decode())
     if not (folder / "checkpoint.pt").exists():
         return []
-    return ["--resume", str(folder), "--init-from", "None", "--reset", "nothing"]
-
-
-def own_failures(train):
-    """`train`, but what this rank alone fails of, which it has to say itself, is a RankFailure."""
-
-    def train_and_tell(options):
-        try:
-            return train(options)
-        except (OSError, MemoryError, RuntimeError) as error:
-            rank = os.environ.get("RANK", "0")
-            raise RankFailure(f"rank {rank}: {ver_ppo.failure_text(error)}") from error
-
-    return train_and_tell
+    return ["--resume", str(folder)]
 
 
 def main(argv=None, kind=Options, train=train):
@@ -503,7 +482,7 @@ def main(argv=None, kind=Options, train=train):
     err = io.StringIO() if local_rank else sys.stderr
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
-            return ver_ppo.main([*argv, *interrupted_run()], kind, own_failures(train))
+            return ver_ppo.main([*argv, *interrupted_run()], kind, train)
         except RankFailure as error:
             program = Path(sys.modules[kind.__module__].__file__).name
             print(f"{program}: {error}", file=sys.__stderr__)

@@ -5,8 +5,8 @@ slowest. VER does not: whichever environments have answered form the next infere
 rollout ends when S = T x N steps (--num-steps times --num-envs) are complete, no matter which
 environments contributed how many. A step that is in flight at that moment counts for the next
 rollout. The uneven experience is cut into mini-batches of equal size for a recurrent network, fast
-environments are weighted down, and (without --overlap and async) at most N of the steps that PPO
-learns from come from an older policy.
+environments are weighted down, and at most N of the steps that PPO learns from come from an older
+policy.
 
     python ver_ppo.py --env-id pointnav            trains, shows its progress, evaluates
     python ver_ppo.py --help                       explains every option
@@ -23,31 +23,30 @@ The processes and what passes between them (section 2.1, figure 2 of the paper):
          |  rows  ^               <============== +---------------------------------------------+
          v        |               a pipe each          | rows ^             ^ |            ^ |
                                                        v      |             | v            | v
-    [ EnvIO: one row for each environment, shared memory ]   [ pending: N ] -> [ rollout: S steps ]
+    [ EnvIO: one row for each environment, shared memory ]   [ pending: N ] -> [ rollout: S rows ]
 
 A *step* begins when inference chooses an action; it is then *in flight*, in the environment's row
 of `pending`. When its answer (reward, whether the episode ended) is taken, it is complete and moves
-to the next free index of the rollout. An environment whose answer was taken and that gets no action
+to the next free row of the rollout. An environment whose answer was taken and that gets no action
 because enough steps are complete is *idle*. The *version* of a policy is the number of updates
-before it. A *segment* is one environment's (async: one trajectory's) steps of a rollout, in time
-order. Cut where episodes begin, segments become *sequences*.
+before it. A *segment* is what one environment gave to a rollout, in time order. Cut where episodes
+begin, segments become *sequences*.
 
 Shapes, at least the first dimensions, stand in the names: N environments, S steps of a rollout,
 Q sequences, M steps of a mini-batch, B any batch (env_B: the numbers of B environments), H hidden
 units, L layers, F features, A dimensions of an action. action_BA is B x A, log_prob_B B numbers.
 
-The file down to "End of the lesson" is VER, in the order in which a step travels; what is drawn
-here is --no-overlap, the papers' order (on CPUs, another process collects). Each section after that
-adds something that a real run needs, can be read alone, and names its functions that the lesson
-calls. (The simulators are environments like any other, in notebooks/environments/.) Papers: VER;
-DD-PPO (Wijmans et al. 2020); Sample Factory (Petrenko et al. 2020).
+The file down to "End of the lesson" is VER: options, the training loop, then its parts in the order
+in which a step travels. Each section after that adds something that a real run needs, can be read
+alone, and names its functions that the lesson calls. Simulators, other networks, and other ways to
+collect come in by their names, from notebooks/ or from files of your own. Papers: VER; DD-PPO
+(Wijmans et al. 2020); Sample Factory (Petrenko et al. 2020).
 """
 
+import argparse
 import ast
 import contextlib
-import copy
 import ctypes
-import errno
 import fcntl
 import functools
 import importlib
@@ -57,6 +56,7 @@ import json
 import math
 import multiprocessing.forkserver
 import os
+import re
 import select
 import shutil
 import signal
@@ -66,7 +66,7 @@ import time
 import traceback
 from array import array
 from collections import deque
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Literal
 
@@ -89,35 +89,20 @@ class Options:
 
     # `pointnav`, `habitat`, or any Gymnasium id: `CartPole-v1`, `package.module:Id-v0`
     env_id: str = "pointnav"
-    env_kwargs: tuple[str, ...] = ()  # KEY=VALUE ...: the environment's own keyword arguments
-    # around each environment, in this order: "MODULE:NAME(KEY=VALUE, ...)" ...
-    wrappers: tuple[str, ...] = ()
     total_timesteps: int = 2_000_000  # environment steps to train for
     seed: int = 1  # of the network, the action sampling, the shuffling and the environments
-    device: str = "auto"  # `cpu`, `cuda`, `cuda:1`, ...; auto: CUDA where there is a GPU
 
-    policy: str = "ver_ppo:Policy"  # MODULE:CLASS of another network with the same interface
+    num_envs: int = 32  # N, environments that run in parallel
+    num_steps: int = 64  # T: a rollout is T x N steps, T from each environment on average
+    # processes that share the environments; 0: all are in the main process (debuggers, exact
+    # repetition); auto: as many as keep the CPU cores busy, judged by the time of a few steps
+    num_workers: int | Literal["auto"] = "auto"
+    # which steps make a rollout. ver: whichever come first; nover: T of each environment (VER
+    # without variable rollouts); sync: T of each, in lock-step (DD-PPO)
+    sampler: Literal["ver", "nover", "sync"] = "ver"
+
     hidden_size: int = 128  # H, width of the LSTM and the encoders
     lstm_layers: int = 1  # 1 or 2; 0: a feed-forward layer in place of the LSTM
-    # of images: a small CNN; VER's resnet18; DD-PPO's resnet50 and others; none: blind
-    encoder: Literal[
-        "cnn", "resnet18_plain", "resnet18", "resnet50", "se_resnext50", "se_resnext101", "none"
-    ] = "cnn"
-
-    num_envs: int = 16  # N, environments that run in parallel
-    num_steps: int = 128  # T: a rollout is T x N steps, T from each environment on average
-    # processes that share the environments; 0: all are in the process that collects (debuggers and
-    # exact repetition: --no-overlap, too); auto: as many as keep the CPU cores busy, judged by
-    # the time that a few steps take
-    num_workers: int | Literal["auto"] = "auto"
-    max_requests: int = 256  # most answers taken at once (idle environments all act in one batch)
-    # which steps make a rollout. ver: whichever come first; nover: T of each environment (VER
-    # without variable rollouts); sync: T of each, in lock-step (DD-PPO); async: without end, in
-    # trajectories of T (Sample Factory's APPO)
-    sampler: Literal["ver", "nover", "sync", "async"] = "ver"
-    # another process collects the next rollout while this one learns: faster; data are an update
-    # older, which the returns account for (the default: where there are two CPU cores, and no GPU)
-    overlap: bool = field(default_factory=lambda: overlap_pays())
 
     learning_rate: float = 2e-3  # at the start; decays to 0 along a cosine
     gamma: float = 0.99  # discount factor
@@ -125,40 +110,38 @@ class Options:
     num_minibatches: int = 4  # mini-batches per epoch, equally large
     update_epochs: int = 2  # passes over each rollout
     clip_coef: float = 0.2  # PPO's clipping range of the probability ratio
-    # each rollout's advantages are brought to mean 0 and deviation 1; else divided by the root mean
-    # square of the returns
+    # each rollout's advantages are brought to mean 0 and deviation 1; else divided by the unit in
+    # which values are learned, the root mean square of the returns
     norm_adv: bool = True
     ent_coef: float = 1e-2  # entropy coefficient; its first value if --target-entropy is set
-    # learn that coefficient so that the entropy stays above this (VER: 0, for Gaussians)
-    target_entropy: float | None = None
     vf_coef: float = 0.5  # weight of the value loss
     max_grad_norm: float = 0.5  # gradients are scaled down to this norm
 
-    # --- beyond the lesson: learning
-    cpc: bool = False  # auxiliary loss CPC|A: the memory must predict what the next actions show
-    bf16: bool = False  # encoders in bfloat16, CUDA only
-    learner_threads: int | Literal["auto"] = "auto"  # CPU threads; auto: measured, at most 4
+    # --------------------------------------------------------------------- beyond the lesson
+    env_kwargs: tuple[str, ...] = ()  # KEY=VALUE ...: the environment's own keyword arguments
+    # around each environment, in this order: "MODULE:NAME(KEY=VALUE, ...)" ...
+    wrappers: tuple[str, ...] = ()
+    # another network: "MODULE:CLASS(KEY=VALUE, ...)", or resnet18, resnet50, controller(file=...)
+    policy: str = "ver_ppo:Policy"
+    # around the training, in this order: "MODULE:CLASS(KEY=VALUE, ...)" ..., or overlap, async,
+    # transfer(file=...), trace(file=...)
+    extensions: tuple[str, ...] = ()
 
-    # --- transfer
-    init_from: str | None = None  # checkpoint file whose weights a new run starts from
-    freeze_encoder: bool = False  # with --init-from: the image encoders do not learn
-    # with --init-from: what begins anew; policy: all but the encoders
-    reset: Literal["nothing", "critic", "policy"] = "nothing"
+    device: str = "auto"  # `cpu`, `cuda`, `cuda:1`, ...; auto: CUDA where there is a GPU
+    learner_threads: int | Literal["auto"] = "auto"  # CPU threads; auto: one a core, at most 4
+    # learn the entropy coefficient so that the entropy stays above this (VER: 0, for Gaussians)
+    target_entropy: float | None = None
 
-    # --- evaluation
     eval_episodes: int = 200  # episodes of the evaluation (0: none)
     greedy: bool = False  # evaluate with the most probable action instead of a sampled one
-    capture_video: bool = False  # write a gif of three evaluation episodes
     checkpoint: str | None = None  # checkpoint file to evaluate, instead of training
 
-    # --- run
     runs_dir: str = "runs"  # where run folders are made
     exp_name: str = "ver"  # in the folder's name: {runs-dir}/{env-id}__{exp-name}__{seed}__{time}
     checkpoint_interval: int = 200_000  # steps between checkpoints (the last is always written)
     resume: str | None = None  # run folder to continue, with its options, except those given here
     env_timeout: float = 300.0  # seconds a step may take; then its worker is started again
     max_worker_restarts: int = 10  # per hour, after environments that raised, hung or died
-    trace: str | None = None  # file for the run's timeline: open it in ui.perfetto.dev
     debug: bool = False  # check every invariant of every rollout
 
     def __post_init__(self):
@@ -169,16 +152,49 @@ class Options:
         """S, steps of one rollout."""
         return self.num_steps * self.num_envs
 
-    @property
-    def overlaps(self):
-        """Whether another process collects while the main process learns."""
-        return self.overlap or self.sampler == "async"
+
+# ------------------------------------------------------------------------------------------ Train
+
+
+def build(options):
+    """What the trainer must know of the environment (`EnvSpec`), and a new policy."""
+    spec = describe_env(options)
+    torch.manual_seed(options.seed)
+    return spec, make_policy(spec, options).to(choose_device(options))
+
+
+def train(options, run_class=None):
+    """Train to --total-timesteps, save, evaluate. Returns the run folder.
+
+    The only training loop there is. All that differs between one process and many GPUs, and what
+    --extensions change, are members of the run (`Run`, below): `rollouts` (here
+    `inline_rollouts`, which lets a `Collector` collect), `add_returns`, `average`, `decay` (here
+    `decay_at`), `log`, `save`, `evaluate`, `make_optimizer`.
+    """
+    with contextlib.closing(extend(run_class or Run, options)(options)) as run:
+        policy = run.policy
+        with run.training() as source:  # the iterator `run.rollouts()`
+            while run.step < options.total_timesteps:
+                rollout = run.collect(source)  # next(source)
+                with run.learning() as logs:
+                    rows = run.add_returns(rollout)  # so many of its rows are learned from
+                    logs |= ppo_update(policy, run.optimizer, rollout, rows, options, run.average)
+                    # after learning, which must see what acting saw
+                    update_statistics(policy, rollout, rows, run.decay(), run.average)
+                run.log(rollout, logs)  # and count the steps
+        run.evaluate()
+    return run.folder
+
+
+def decay_at(step, options):
+    """The share of --learning-rate that is left: a cosine from 1 to 0 (VER table A1)."""
+    progress = min(1.0, step / options.total_timesteps)
+    return 0.5 * (1 + math.cos(math.pi * progress))
 
 
 # ----------------------------------------------------------------------------------------- Policy
 
 ACTION_FEATURES = 32  # of the previous action's embedding
-NEWEST_SHARE = 0.05  # of the newest rollout in the mean square of returns (`return_scale`)
 
 
 def orthogonal(layer, gain=math.sqrt(2)):
@@ -238,7 +254,8 @@ class FeedForward(nn.Linear):
 
 class Critic(nn.Linear):
     """The value head: B x H -> B values. Its linear layer finds them in units of `scale`, how large
-    returns are, which travels with the weights. When it changes, all values change with it."""
+    returns are (`learning_units`), which travels with the weights. When it changes, all values
+    change with it."""
 
     def __init__(self, hidden_size):
         super().__init__(hidden_size, 1)
@@ -253,42 +270,46 @@ class Critic(nn.Linear):
 class Policy(nn.Module):
     """Encoders, embedding of the previous action, core, action head and value head (VER section 4).
 
-    Another policy needs what the trainer uses: `step`, `sequences`, `state_shape`, `log_ent_coef`,
-    `encoders`, and `critic`, a `Critic`, which gives its values. For another core alone, override
-    `make_core`. `spec` (`EnvSpec`) says what an environment gives and takes: `observations`, its
-    parts by name; `choices`, the numbers of choices of each action dimension, none if actions are
-    continuous; `obs_fields`, (name, type, shape) of each part; `action_dims`, which is A; and
-    `episode_columns`: return, length and metrics of an episode.
+    Another policy needs what the trainer uses: `step`, `sequences`, `auxiliary_loss`,
+    `state_shape`, `log_ent_coef`, and `critic`, a `Critic`, which gives its values. To change one
+    part, override `make_encoders`, `make_core`, `heads` or `auxiliary_loss`. `spec` (`EnvSpec`)
+    says what an environment gives and takes: `observations`, its parts by name; `choices`, the
+    numbers of choices of each action dimension, none if actions are continuous; `obs_fields`,
+    (name, type, shape) of each part; `action_dims`, which is A; and `episode_columns`: return,
+    length and metrics of an episode.
     """
 
     def __init__(self, spec, options):
         super().__init__()
         self.choices = spec.choices
-        self.bf16 = options.bf16
-        self.encoders = build_encoders(spec, options)
-        features = sum(encoder.out_features for encoder in self.encoders.values())
+        self.encoders = self.make_encoders(spec, options)
+        self.features = sum(encoder.out_features for encoder in self.encoders)
+        outputs = spec.action_dims
         if self.choices:  # one table; choices 2, 3: rows start, 0, 1, start, 0, 1, 2
             parts = [1 + n for n in self.choices]
             offset_A = torch.tensor([0, *np.cumsum(parts)[:-1]])
             self.register_buffer("token_offset_A", offset_A, persistent=False)
             self.action_embedding = nn.Embedding(sum(parts), ACTION_FEATURES)
-            # logits become a table: a row for each dimension, padded to the widest; these are used
-            # (of choices 2, 3: all of two rows of three but the end of the first)
-            possible = torch.arange(max(self.choices)) < torch.tensor(self.choices)[:, None]
-            self.table_shape = possible.shape
-            self.register_buffer("used", possible.flatten().nonzero()[:, 0], persistent=False)
+            # a row of logits for each dimension, as long as the longest; what it lacks is masked
+            missing = torch.arange(max(self.choices)) >= torch.tensor(self.choices)[:, None]
+            mask = torch.zeros(missing.shape).masked_fill(missing, -math.inf)
+            self.register_buffer("mask", mask, persistent=False)
+            outputs = mask.numel()
         else:
             self.action_embedding = nn.Linear(spec.action_dims, ACTION_FEATURES)
             self.log_std_A = nn.Parameter(torch.full((spec.action_dims,), -0.5))
-        self.core = self.make_core(features + ACTION_FEATURES, options)
+        self.core = self.make_core(self.features + ACTION_FEATURES, options)
         self.state_shape = (self.core.state_rows, options.hidden_size)
-        outputs = sum(self.choices) or spec.action_dims
         self.actor = orthogonal(nn.Linear(options.hidden_size, outputs), 0.01)
         self.critic = Critic(options.hidden_size)
         log_ent_coef = torch.tensor(math.log(max(options.ent_coef, 1e-30)))
         learned = options.target_entropy is not None
         self.log_ent_coef = nn.Parameter(log_ent_coef, requires_grad=learned)
-        self.cpc = ContrastivePrediction(features, options.hidden_size) if options.cpc else None
+
+    def make_encoders(self, spec, options):
+        """What observations become features by: an nn.ModuleList; each module takes all
+        observations, reads some, and has `out_features`. Raises UserError."""
+        return build_encoders(spec, options.hidden_size)
 
     def make_core(self, in_features, options):
         """What remembers: a module with the three members of `LSTM`."""
@@ -306,16 +327,14 @@ class Policy(nn.Module):
     def encode(self, obs, prev_action_BA, first_B):
         """All that does not depend on memory -> B x in_features of the core. Where `first_B`, the
         previous action is unknown."""
-        with torch.autocast(first_B.device.type, torch.bfloat16, enabled=self.bf16):
-            features = [encoder(obs).float() for encoder in self.encoders.values()]
+        features = [encoder(obs) for encoder in self.encoders]
         return torch.cat([*features, self.embed(prev_action_BA, first_B)], dim=1)
 
     def heads(self, core_BH):
         """Action distribution and value_B from the core's output."""
         out = self.actor(core_BH)
         if self.choices:  # one categorical for each action dimension
-            logits = out.new_full((len(out), self.table_shape.numel()), -math.inf)
-            logits = logits.index_copy(1, self.used, out).view(-1, *self.table_shape)
+            logits = out.view(-1, *self.mask.shape) + self.mask
             each = Categorical(logits=logits, validate_args=False)
         else:
             each = Normal(out, self.log_std_A.expand_as(out).exp(), validate_args=False)
@@ -340,8 +359,13 @@ class Policy(nn.Module):
         """
         x_MF = self.encode(obs, prev_action_MA, first_M)
         core_MH = self.core.sequences(x_MF, state_Q, batch_sizes)
-        features = x_MF[:, :-ACTION_FEATURES]  # all but the previous action
-        return *self.heads(core_MH), (features, core_MH)
+        features_MF = x_MF[:, : self.features]  # all but the previous action
+        return *self.heads(core_MH), (features_MF, core_MH)
+
+    def auxiliary_loss(self, features_MF, core_MH, batch):
+        """What else the network learns from a mini-batch (`make_batch`), added to PPO's loss: here
+        nothing."""
+        return core_MH.new_zeros(())
 
 
 # ---------------------------------------------------------------------------------- Shared memory
@@ -350,7 +374,7 @@ class Policy(nn.Module):
 class Shared:
     """A table in memory that processes share: a numpy array of records, one for each row.
 
-    Its columns are attributes: `table.reward` is the field `reward` of all rows. Pickling hands on
+    Its columns are attributes: `io.reward` is the field `reward` of all rows. Pickling hands on
     the memory itself, but would copy numpy arrays: so each process makes its own views.
     """
 
@@ -361,13 +385,13 @@ class Shared:
         self.make_views()
 
     def make_views(self):
-        """Look at the memory as `rows`, and at each column of them under its own name."""
-        self.rows = self.memory.numpy().view(self.dtype)
+        """Look at the memory as `table`, and at each of its columns under its own name."""
+        self.table = self.memory.numpy().view(self.dtype)
         for name in self.dtype.names:
-            setattr(self, name, self.rows[name])
+            setattr(self, name, self.table[name])
 
     def __getstate__(self):
-        views = {"rows", *self.dtype.names}
+        views = {"table", *self.dtype.names}
         return {name: value for name, value in vars(self).items() if name not in views}
 
     def __setstate__(self, state):
@@ -403,33 +427,28 @@ class EnvIO(Shared):
 
 
 class Rollout(Shared):
-    """S complete steps in time order (VER section 2.2), or N pending ones by environment.
+    """A table of steps: S complete ones in time order (VER section 2.2), or N pending ones by
+    environment. Observations and recurrent states are tensors on `device`, all else is columns.
 
-    Observations and recurrent states are tensors on `device`, all else is columns of the table.
-    `delayed`: another process fills it, by policies that are older than the one which learns.
+    It has room for `capacity` steps; its first `rows` are complete.
     """
 
-    def __init__(self, spec, steps, num_envs, state_shape, device, delayed=False):
-        self.delayed = delayed
-        self.steps = steps
+    def __init__(self, spec, capacity, num_envs, state_shape, device):
+        self.capacity = capacity
         self.num_envs = num_envs
         self.device = device
         self.obs = {}
         for key, kind, shape in spec.obs_fields:
-            self.obs[key] = torch.from_numpy(np.zeros((steps, *shape), kind)).to(device)
-        self.state = torch.zeros(steps, *state_shape, device=device)  # before the step
-        if delayed:
-            share_memory([*self.obs.values(), self.state])
-        self.size = 0  # steps that are collected: the first ones of the table
-        # steps that PPO uses: `size`; with many GPUs S, once `fill_up` has added earlier ones
-        self.learned = 0
-        # value after each segment's last step: N segments (async has N trajectories, too)
+            self.obs[key] = torch.from_numpy(np.zeros((capacity, *shape), kind)).to(device)
+        self.state = torch.zeros(capacity, *state_shape, device=device)  # before the step
+        self.rows = 0
+        # value after each segment's last step
         self.bootstrap = np.zeros(num_envs, np.float32)
         self.clock = (0.0, 0.0, 0.0)  # when collecting began and ended, seconds that it waited
         action = spec.action_dtype, (spec.action_dims,)
         columns = [
             ("env", int),
-            ("segment", int),  # the environment (async: the trajectory)
+            ("segment", int),  # here the environment
             ("version", int),  # of the policy that chose the action
             ("first", bool),  # first step of an episode: the memory was reset before it
             ("prev_action", *action),
@@ -447,29 +466,28 @@ class Rollout(Shared):
             ("returns", np.float32),  # targets of the value
             ("weight", np.float32),  # in the loss
         ]
-        super().__init__(steps, columns)
+        super().__init__(capacity, columns)
 
-    def copy(self, step_B, other, other_B):
-        """Copy the steps `other_B` of another rollout to the indices `step_B`."""
-        self.rows[step_B] = other.rows[other_B]
+    @property
+    def complete(self):
+        """The rows that are complete."""
+        return self.table[: self.rows]
+
+    def copy(self, row_B, other, other_B):
+        """Copy the rows `other_B` of another table of steps to the rows `row_B`."""
+        self.table[row_B] = other.table[other_B]
         # `upload`, below: numpy arrays -> tensors on a device
-        (to_B,) = upload([step_B], self.device)
+        (to_B,) = upload([row_B], self.device)
         (from_B,) = upload([other_B], other.device)
         mine = [*self.obs.values(), self.state]
         others = [*other.obs.values(), other.state]
         for target, source in zip(mine, others):
             target.index_copy_(0, to_B, source.index_select(0, from_B).to(self.device))
 
-    def to(self, device):
-        """The same table, with observations and states on this device."""
-        there = copy.copy(self)
-        there.device = device
-        there.obs = {key: part.to(device) for key, part in self.obs.items()}
-        there.state = self.state.to(device)
-        return there
-
 
 # ---------------------------------------------------------------------------- Environment workers
+
+HAND_OVER_SEC = 0.002  # answers that took less are handed over in one write
 
 
 def send_numbers(pipe, numbers):
@@ -502,19 +520,8 @@ class Environment:
             self.step()
 
     def start(self):
-        """Make the environment. Only `obs` and `first` of this answer matter. (After a crash, it
-        also completes the step that was lost, with reward 0: truncated at the observation in this
-        row; terminated if that is already the next episode's first one.)"""
-        io = self.io
-        e = self.number
-        self.env = make_env(self.options, self.split, e)
-        io.reward[e] = 0.0
-        io.terminated[e] = io.first[e]
-        io.truncated[e] = not io.first[e]
-        io.episode_stats[e] = np.nan
-        io.began_at[e] = time.perf_counter()
-        io.step_sec[e] = 0.0
-        io.final_obs[e] = io.obs[e]
+        """Make the environment. Of this answer, only `obs` and `first` matter."""
+        self.env = make_env(self.options, self.split, self.number)
         self.reset()
 
     def reset(self):
@@ -587,7 +594,7 @@ def env_worker(inbox, outbox, environments):
                 environments[e].answer()
                 answered.append(e)
                 half_done = 2 * len(answered) >= len(environments)
-                if half_done and time.perf_counter() - since > 0.002:  # cheap answers: one write
+                if half_done and time.perf_counter() - since > HAND_OVER_SEC:
                     send_numbers(outbox, answered)
                     answered = []
                     since = time.perf_counter()
@@ -606,25 +613,24 @@ class Workers:
         self.environments = environments
         self.num_workers = num_workers
         self.context = process_context()
-        # when each was asked to answer (time.monotonic), 0: it has answered; for `Supervision`
-        self.asked_at_N = np.zeros(len(environments))
+        self.asked_N = np.zeros(len(environments), bool)  # to answer, and have not
         self.answers, self.outbox = self.context.Pipe(duplex=False)
-        self.pipes = [self.context.Pipe(duplex=False) for _ in range(self.num_workers)]
-        self.processes = [self.start(worker) for worker in range(self.num_workers)]
+        self.pipes = [self.context.Pipe(duplex=False) for _ in range(num_workers)]
+        self.processes = [self.start(worker) for worker in range(num_workers)]
         self.send(np.arange(len(environments)))
 
-    def start(self, worker, body=env_worker, *more):
+    def start(self, worker, body=env_worker):
         """Start a worker's process: it has every W-th environment. (Another body: Supervision.)"""
         mine = {each.number: each for each in self.environments[worker :: self.num_workers]}
         inbox, _ = self.pipes[worker]
-        arguments = (inbox, self.outbox, mine, *more)
+        arguments = (inbox, self.outbox, mine)
         process = self.context.Process(target=body, args=arguments, daemon=True)
         process.start()
         return process
 
     def send(self, env_B):
         """Let these environments answer."""
-        self.asked_at_N[env_B] = time.monotonic()
+        self.asked_N[env_B] = True
         worker_B = env_B % self.num_workers
         for worker in set(worker_B.tolist()):
             _, command = self.pipes[worker]
@@ -634,7 +640,7 @@ class Workers:
         """Numbers of the environments that have answered; [] if none does within this time."""
         ready, _, _ = select.select([self.answers], [], [], timeout_sec)
         answered = read_numbers(self.answers) if ready else []
-        self.asked_at_N[answered] = 0.0
+        self.asked_N[answered] = False
         return answered
 
     def close(self):
@@ -650,15 +656,18 @@ class Workers:
 
 
 class Collector:
-    """What collecting remembers from one inference batch to the next."""
+    """Collects rollouts with a policy, and remembers what passes from one to the next.
 
-    def __init__(self, workers, io, policy, spec, options, enough=lambda steps: False):
+    `enough`: a function of a rollout's complete rows that says whether it ends early: with many
+    GPUs, when waiting for this process costs too much, or when the run must end; alone, never.
+    """
+
+    def __init__(self, policy, workers, io, spec, options, enough=lambda rows: False):
         num_envs = options.num_envs
+        self.policy = policy
         self.workers = workers
         self.io = io
         self.options = options
-        # steps of a rollout -> whether it ends early: with many GPUs, when waiting for this
-        # process costs too much, or when the run must end; alone, never
         self.enough = enough
         self.device = next(policy.parameters()).device
         # each environment's step in flight, and whether there is one
@@ -670,168 +679,164 @@ class Collector:
         self.idle = np.arange(0)  # environments that were taken and got no action yet
         # recurrent state after each environment's latest action, its step complete or not
         self.state_N = torch.zeros(num_envs, *policy.state_shape, device=self.device)
-        self.steps_N = np.zeros(num_envs, int)  # that each has completed in this rollout
-        # the most steps that an environment may give to a rollout
-        self.quota = options.rollout_steps if options.sampler == "ver" else options.num_steps
+        self.given_N = np.zeros(num_envs, int)  # steps that each has given to this rollout ...
+        self.quota = options.num_steps  # ... and the most that it may give
+        if options.sampler == "ver":
+            self.quota = options.rollout_steps
         self.version = 0
         self.greedy = False
         self.waited_sec = 0.0
 
+    @torch.inference_mode()
+    def collect(self, rollout):
+        """Collect a rollout until it `is_full` (VER section 2.2): exactly S steps, from whichever
+        environments deliver them; fewer only if there is `enough`.
 
-def await_answers(c, most, collected=0):
-    """Dynamic batching (VER section 2.1): the environments that have answered, at least one, in
-    order of arrival, at most `most` of them: others stay in flight. `sync` waits for all. Empty if
-    the rollout, which has `collected` steps, must end first."""
-    # check_options sees to it that sync may take all at once
-    needed = c.options.num_envs if c.options.sampler == "sync" else 1
-    began_at = time.perf_counter()
-    c.answered += c.workers.receive(0)
-    while len(c.answered) < needed and not c.enough(collected):
-        c.answered += c.workers.receive(0.05)  # then it asks again whether there is enough
-    c.waited_sec += time.perf_counter() - began_at
-    taken = min(most, c.options.max_requests) if len(c.answered) >= needed else 0
-    env_B = np.array(c.answered[:taken], int)
-    c.answered = c.answered[taken:]
-    return env_B
+        Each pass: take the environments that have answered, complete their steps, choose and send
+        their next actions. An environment of which no more steps are wanted (the rollout is full;
+        `nover`, `sync`: it gave T) gets no action: it is idle until the next rollout, and its next
+        step is the new policy's. What is in flight at the end stays pending.
 
+        The returns need the value of what follows each environment's last step. For a pending step
+        that is the value it was sent with; for idle environments, it is computed at the end, in one
+        batch.
+        """
+        began_at = time.perf_counter()
+        rollout.rows = 0
+        self.given_N[:] = 0
+        self.waited_sec = 0.0
+        idle_B = self.idle
+        self.idle = np.arange(0)
+        self.act(idle_B)
+        full = self.is_full(rollout)  # `enough` may hold at once
+        while not full:
+            env_B = self.await_answers(rollout.capacity - rollout.rows, rollout.rows)
+            acted_B = env_B[self.in_flight_N[env_B]]  # others have just started
+            row_B = rollout.rows + np.arange(len(acted_B))
+            self.complete_steps(rollout, acted_B, row_B)
+            rollout.rows += len(acted_B)
+            full = self.is_full(rollout)
+            wanted_B = (self.given_N[env_B] < self.quota) & (not full)
+            self.act(env_B[wanted_B])
+            self.idle = np.append(self.idle, env_B[~wanted_B])
+        rollout.bootstrap[:] = self.pending.value  # right for what is in flight
+        if len(self.idle):
+            rollout.bootstrap[self.idle] = self.value_of(self.idle)
+        rollout.clock = (began_at, time.perf_counter(), self.waited_sec)
 
-def observe(c, env_B, final=False):
-    """What the policy acts on in these environments: their numbers, as a tensor, and the arguments
-    of `Policy.step`. With `final`, at the end of a truncated episode instead of at the start of the
-    next one."""
-    rows = c.io.final_obs if final else c.io.obs
-    first_B = c.io.first[env_B] & (not final)  # it is about the next episode then
-    arrays = [env_B, c.pending.action[env_B], first_B]
-    arrays += [rows[key][env_B] for key in rows.dtype.names]
-    index_B, prev_action_BA, first_B, *parts = upload(arrays, c.device)
-    obs = dict(zip(rows.dtype.names, parts))
-    state_B = c.state_N[index_B] * ~first_B[:, None, None]
-    return index_B, (obs, prev_action_BA, first_B, state_B)
+    def is_full(self, rollout):
+        """Whether the rollout ends here: it has S steps, or there is `enough`."""
+        return rollout.rows == rollout.capacity or self.enough(rollout.rows)
 
+    def await_answers(self, most, rows=0):
+        """Dynamic batching (VER section 2.1): the environments that have answered, at least one, in
+        order of arrival, at most `most` of them: others stay in flight. `sync` waits for all. Empty
+        if the rollout, of which so many rows are complete, must end first."""
+        needed = self.options.num_envs if self.options.sampler == "sync" else 1
+        began_at = time.perf_counter()
+        self.answered += self.workers.receive(0)
+        while len(self.answered) < needed and not self.enough(rows):
+            self.answered += self.workers.receive(0.05)  # then it asks again whether it is enough
+        self.waited_sec += time.perf_counter() - began_at
+        taken = most if len(self.answered) >= needed else 0
+        env_B = np.array(self.answered[:taken], int)
+        self.answered = self.answered[taken:]
+        return env_B
 
-def values(policy, c, env_B, final=False):
-    """The policy's values of what these environments show now (or showed at the end)."""
-    _, inputs = observe(c, env_B, final)
-    _, value_B, _ = policy.step(*inputs)
-    return value_B.cpu().numpy()
+    def observe(self, env_B, final=False):
+        """What the policy acts on in these environments: their numbers, as a tensor, and the
+        arguments of `Policy.step`. With `final`, at the end of a truncated episode instead of at
+        the start of the next one."""
+        rows = self.io.final_obs if final else self.io.obs
+        first_B = self.io.first[env_B] & (not final)  # it is about the next episode then
+        arrays = [env_B, self.pending.action[env_B], first_B]
+        arrays += [rows[key][env_B] for key in rows.dtype.names]
+        index_B, prev_action_BA, first_B, *parts = upload(arrays, self.device)
+        obs = dict(zip(rows.dtype.names, parts))
+        state_B = self.state_N[index_B] * ~first_B[:, None, None]
+        return index_B, (obs, prev_action_BA, first_B, state_B)
 
+    def value_of(self, env_B, final=False):
+        """The policy's values of what these environments show now (or showed at the end)."""
+        _, inputs = self.observe(env_B, final)
+        _, value_B, _ = self.policy.step(*inputs)
+        return value_B.cpu().numpy()
 
-def act(policy, c, env_B):
-    """Choose the next actions of these environments, remember the steps as pending, and send the
-    actions."""
-    if not len(env_B):
-        return
-    pending = c.pending
-    pending.inference_at[env_B] = time.perf_counter()
-    index_B, inputs = observe(c, env_B)
-    distribution, value_B, after_B = policy.step(*inputs)
-    action_BA = distribution.mode if c.greedy else distribution.sample()
-    log_prob_B = distribution.log_prob(action_BA)
-    # one download: float32 holds the numbers of 16 million choices
-    chosen = torch.column_stack([log_prob_B, value_B, action_BA.float()]).cpu().numpy()
+    def act(self, env_B):
+        """Choose the next actions of these environments, remember the steps as pending, and send
+        the actions."""
+        if not len(env_B):
+            return
+        pending = self.pending
+        pending.inference_at[env_B] = time.perf_counter()
+        index_B, inputs = self.observe(env_B)
+        distribution, value_B, after_B = self.policy.step(*inputs)
+        action_BA = distribution.mode if self.greedy else distribution.sample()
+        log_prob_B = distribution.log_prob(action_BA)
+        # one download: float32 holds the numbers of 16 million choices
+        chosen = torch.column_stack([log_prob_B, value_B, action_BA.float()]).cpu().numpy()
 
-    obs, _, _, state_B = inputs
-    for key, part in obs.items():
-        pending.obs[key][index_B] = part
-    pending.state[index_B] = state_B
-    pending.first[env_B] = c.io.first[env_B]
-    pending.prev_action[env_B] = pending.action[env_B]  # still the action before
-    pending.log_prob[env_B] = chosen[:, 0]
-    pending.value[env_B] = chosen[:, 1]
-    pending.action[env_B] = chosen[:, 2:]
-    pending.version[env_B] = c.version
-    c.state_N[index_B] = after_B
-    c.in_flight_N[env_B] = True
+        obs, _, _, state_B = inputs
+        for key, part in obs.items():
+            pending.obs[key][index_B] = part
+        pending.state[index_B] = state_B
+        pending.first[env_B] = self.io.first[env_B]
+        pending.prev_action[env_B] = pending.action[env_B]  # still the action before
+        pending.log_prob[env_B] = chosen[:, 0]
+        pending.value[env_B] = chosen[:, 1]
+        pending.action[env_B] = chosen[:, 2:]
+        pending.version[env_B] = self.version
+        self.state_N[index_B] = after_B
+        self.in_flight_N[env_B] = True
 
-    c.io.action[env_B] = pending.action[env_B]
-    pending.sent_at[env_B] = time.perf_counter()
-    c.workers.send(env_B)
+        self.io.action[env_B] = pending.action[env_B]
+        pending.sent_at[env_B] = time.perf_counter()
+        self.workers.send(env_B)
 
+    def complete_steps(self, rollout, env_B, row_B):
+        """The answers of these environments complete their pending steps, which move to the rows
+        `row_B` of the rollout.
 
-def complete_steps(policy, rollout, c, env_B, step_B):
-    """The answers of these environments complete their pending steps, which move to the indices
-    `step_B` of the rollout.
+        In-flight carry-over (VER section 2.2) is nothing more than this: a pending step may have
+        been sent in an earlier rollout, by an older policy. It keeps the action, log-probability,
+        value and version that it was sent with, PPO's ratio accounts for its age, and it counts for
+        the rollout in which it is completed. So nothing that was simulated is lost.
 
-    In-flight carry-over (VER section 2.2) is nothing more than this: a pending step may have been
-    sent in an earlier rollout, by an older policy. It keeps the action, log-probability, value and
-    version that it was sent with, PPO's ratio accounts for its age, and it counts for the rollout
-    in which it is completed. So nothing that was simulated is lost.
-
-    A truncated episode would have gone on: its last reward gets the discounted value of the final
-    observation, computed with the memory of that episode (Pardo et al. 2018), which `state_N` still
-    holds. From then on, all ends are alike.
-    """
-    io = c.io
-    rollout.copy(step_B, c.pending, env_B)
-    rollout.reward[step_B] = io.reward[env_B]
-    rollout.done[step_B] = io.terminated[env_B] | io.truncated[env_B]
-    rollout.episode_stats[step_B] = io.episode_stats[env_B]
-    rollout.began_at[step_B] = io.began_at[env_B]
-    rollout.step_sec[step_B] = io.step_sec[env_B]
-    c.steps_N[env_B] += 1
-    c.in_flight_N[env_B] = False
-    truncated_B = io.truncated[env_B]
-    if truncated_B.any():
-        value_B = values(policy, c, env_B[truncated_B], final=True)
-        rollout.reward[step_B[truncated_B]] += c.options.gamma * value_B
-
-
-def is_full(rollout, c):
-    """Whether the rollout ends here: it has S steps, or there is `enough`."""
-    return rollout.size == rollout.steps or c.enough(rollout.size)
-
-
-@torch.inference_mode()
-def collect_rollout(policy, rollout, c):
-    """Collect a rollout until it `is_full` (VER section 2.2): exactly S steps, from whichever
-    environments deliver them; fewer only if there is `enough`.
-
-    Each pass: take the environments that have answered, complete their steps, choose and send their
-    next actions. An environment of which no more steps are wanted (the rollout is full; `nover`,
-    `sync`: it gave T) gets no action: it is idle until the next rollout, and its next step is the
-    new policy's. What is in flight at the end stays pending.
-
-    The returns need the value of what follows each environment's last step. For a pending step that
-    is the value it was sent with; for idle environments, it is computed at the end, in one batch.
-    """
-    began_at = time.perf_counter()
-    rollout.size = 0
-    c.steps_N[:] = 0
-    c.waited_sec = 0.0
-    idle_B = c.idle
-    c.idle = np.arange(0)
-    act(policy, c, idle_B)
-    full = is_full(rollout, c)  # `enough` may hold at once
-    while not full:
-        env_B = await_answers(c, rollout.steps - rollout.size, rollout.size)
-        acted_B = env_B[c.in_flight_N[env_B]]  # the others have just started: no step to complete
-        step_B = rollout.size + np.arange(len(acted_B))
-        complete_steps(policy, rollout, c, acted_B, step_B)
-        rollout.size += len(acted_B)
-        full = is_full(rollout, c)
-        wanted_B = (c.steps_N[env_B] < c.quota) & (not full)
-        act(policy, c, env_B[wanted_B])
-        c.idle = np.append(c.idle, env_B[~wanted_B])
-    rollout.learned = rollout.size
-    rollout.bootstrap[:] = c.pending.value  # right for what is in flight
-    if len(c.idle):
-        rollout.bootstrap[c.idle] = values(policy, c, c.idle)
-    rollout.clock = (began_at, time.perf_counter(), c.waited_sec)
+        A truncated episode would have gone on: its last reward gets the discounted value of the
+        final observation, computed with the memory of that episode (Pardo et al. 2018), which
+        `state_N` still holds. From then on, all ends are alike.
+        """
+        io = self.io
+        rollout.copy(row_B, self.pending, env_B)
+        rollout.reward[row_B] = io.reward[env_B]
+        rollout.done[row_B] = io.terminated[env_B] | io.truncated[env_B]
+        rollout.episode_stats[row_B] = io.episode_stats[env_B]
+        rollout.began_at[row_B] = io.began_at[env_B]
+        rollout.step_sec[row_B] = io.step_sec[env_B]
+        self.given_N[env_B] += 1
+        self.in_flight_N[env_B] = False
+        truncated_B = io.truncated[env_B]
+        if truncated_B.any():
+            value_B = self.value_of(env_B[truncated_B], final=True)
+            rollout.reward[row_B[truncated_B]] += self.options.gamma * value_B
 
 
-def inline_rollouts(policy, spec, options, run):
+def inline_rollouts(run):
     """Rollouts without end: this process collects one, and whoever takes it learns, by turns (VER
     appendix A.1)."""
+    policy = run.policy
+    options = run.options
     device = next(policy.parameters()).device
     # a run that goes on needs new episodes, so new seeds: there were at most run.step before
-    io = EnvIO(spec, options.num_envs, first_episode=run.step)
-    rollout = Rollout(spec, options.rollout_steps, options.num_envs, policy.state_shape, device)
-    with contextlib.closing(make_workers(options, "train", spec, io)) as workers:
-        c = Collector(workers, io, policy, spec, options, run.enough)
+    io = EnvIO(run.spec, options.num_envs, first_episode=run.step)
+    size = options.rollout_steps, options.num_envs
+    rollout = Rollout(run.spec, *size, policy.state_shape, device)
+    with contextlib.closing(make_workers(options, "train", run.spec, io)) as workers:
+        collector = run.collector_class(policy, workers, io, run.spec, options, run.enough)
         for version in itertools.count(run.update):
-            c.version = version
+            collector.version = version
             torch.set_num_threads(1)  # the workers want the cores now; learning takes more
-            collect_rollout(policy, rollout, c)
+            collector.collect(rollout)
             yield rollout
 
 
@@ -886,38 +891,35 @@ def pack(sequences):
 # ---------------------------------------------------------------------------- Returns and weights
 
 
-def compute_advantages(
-    segment_S, reward_S, value_S, done_S, bootstrap, gamma, gae_lambda, keep_S=None
-):
+def compute_advantages(segment_S, reward_S, value_S, done_S, bootstrap, gamma, gae_lambda):
     """Generalized advantage estimation over steps in time order, for all segments at once (DD-PPO
     section 4).
 
     Walks backwards and keeps, for each segment, value and advantage of the step that follows: at
-    first the segment's bootstrap value and 0, and where an episode is done, 0 and 0. `keep_S`: what
-    share of a step's advantage earlier steps see: all, or for older data less (`reevaluate`).
-    Returns advantages.
+    first the segment's bootstrap value and 0, and where an episode is done, 0 and 0. `gae_lambda`:
+    the share of a step's advantage that the one before it sees, a number or S numbers. Returns
+    advantages.
 
     >>> segment, reward, value = np.array([0, 0, 1]), np.ones(3), np.zeros(3)
     >>> done, bootstrap = np.array([False, True, False]), np.array([9.0, 4.0])
     >>> compute_advantages(segment, reward, value, done, bootstrap, gamma=0.5, gae_lambda=1.0)
     array([1.5, 1. , 3. ], dtype=float32)
     """
-    keep_S = np.ones(len(value_S)) if keep_S is None else keep_S
-    columns = segment_S, reward_S, value_S, done_S, keep_S
+    lambda_S = np.broadcast_to(gae_lambda, len(value_S))
+    columns = segment_S, reward_S, value_S, done_S, lambda_S
     steps = list(zip(*(column.tolist() for column in columns)))
     advantage_S = np.zeros(len(steps), np.float32)
     next_value = bootstrap.tolist()
     next_advantage = [0.0] * len(bootstrap)
     for step in reversed(range(len(steps))):
-        segment, reward, value, done, keep = steps[step]
+        segment, reward, value, done, share = steps[step]
         if done:
             next_value[segment] = 0.0
             next_advantage[segment] = 0.0
-        future = next_value[segment] + gae_lambda * next_advantage[segment]
-        advantage = reward + gamma * future - value
+        advantage = reward + gamma * (next_value[segment] + next_advantage[segment]) - value
         advantage_S[step] = advantage
         next_value[segment] = value
-        next_advantage[segment] = keep * advantage
+        next_advantage[segment] = share * advantage
     return advantage_S
 
 
@@ -932,29 +934,58 @@ def importance_weights(env_S, num_envs, maximum=1.0):
     >>> importance_weights(np.array([0, 0, 0, 0, 1, 2]), num_envs=3)
     array([0.5, 0.5, 0.5, 0.5, 1. , 1. ], dtype=float32)
     """
-    steps_N = np.bincount(env_S, minlength=num_envs)
-    weight_N = np.minimum(maximum, len(env_S) / num_envs / np.maximum(steps_N, 1))
+    given_N = np.bincount(env_S, minlength=num_envs)
+    weight_N = np.minimum(maximum, len(env_S) / num_envs / np.maximum(given_N, 1))
     return weight_N.astype(np.float32)[env_S]
 
 
-def add_returns(policy, rollout, options):
-    """Write advantage, return and weight of every collected step into the rollout: GAE with the
-    stored values; if older policies collected it, corrected by what the policy finds now.
-    The weights count segments: environments, or async's trajectories. These are equally long, so
-    with async all steps weigh the same, even where fast environments gave more trajectories."""
-    steps = rollout.rows[: rollout.size]
-    value_S = steps["value"]
-    keep_S = np.ones_like(value_S)
-    if rollout.delayed:
-        value_S, keep_S = reevaluate(policy, rollout, options)
-    columns = steps["segment"], steps["reward"], value_S, steps["done"], rollout.bootstrap
-    advantage_S = compute_advantages(*columns, options.gamma, options.gae_lambda, keep_S)
-    steps["advantage"] = advantage_S
-    steps["returns"] = value_S + keep_S * advantage_S
+def add_returns(rollout, options):
+    """Write advantage, return and weight of every complete step into the rollout: GAE, with the
+    values that were stored when the policy acted. The weights count segments."""
+    steps = rollout.complete
+    columns = [steps[name] for name in ("segment", "reward", "value", "done")]
+    discounts = options.gamma, options.gae_lambda
+    steps["advantage"] = compute_advantages(*columns, rollout.bootstrap, *discounts)
+    steps["returns"] = steps["value"] + steps["advantage"]
     steps["weight"] = importance_weights(steps["segment"], rollout.num_envs)
 
 
 # -------------------------------------------------------------------------------------------- PPO
+
+NEWEST_SHARE = 0.05  # of the newest rollout in the mean square of returns
+
+
+@torch.no_grad()
+def learning_units(policy, rollout, rows, options, average):
+    """The units in which PPO learns from the first `rows` of a rollout, the same in all processes
+    that learn together: the scale of values, then the mean and deviation that advantages are
+    normalized by.
+
+    The scale of values is the running root mean square of the returns, after it has taken in this
+    rollout's. So rewards of any size are learned alike, as if they were normalized (Engstrom et al.
+    2020), but what is stored and logged stays in the environment's units. (PopArt would rescale the
+    critic's layer whenever the scale moves; after the first rewards, that is mostly by a few per
+    cent.) With --norm-adv, advantages have the mean and deviation of this rollout's; without,
+    they are only divided by the scale of values.
+    """
+    returns_S = rollout.returns[:rows].astype(float)
+    advantage_S = rollout.advantage[:rows].astype(float)
+    moments = [(returns_S**2).mean(), advantage_S.mean(), (advantage_S**2).mean()]
+    moments = torch.tensor(moments, dtype=torch.float64)
+    average([moments])
+    return_square, advantage_mean, advantage_square = moments.tolist()
+
+    scale = policy.critic.scale.item()
+    if scale > 0:
+        return_square = scale**2 + NEWEST_SHARE * (return_square - scale**2)
+    if math.isfinite(return_square):
+        scale = math.sqrt(return_square)
+        policy.critic.scale.fill_(scale)
+    scale = max(scale, 1e-8)  # without any reward: 0 / 1e-8
+    if not options.norm_adv:
+        return scale, 0.0, scale
+    variance = advantage_square - advantage_mean**2
+    return scale, advantage_mean, math.sqrt(max(1e-16, variance))
 
 
 def ppo_loss(distribution, value_M, batch, log_ent_coef, options):
@@ -995,19 +1026,19 @@ def ppo_loss(distribution, value_M, batch, log_ent_coef, options):
 
 def make_batch(rollout, sequences):
     """A mini-batch: what the rollout holds of the packed steps of these sequences, on its device;
-    the state before each sequence; the batch sizes; and each step's index in the rollout."""
-    step_M, batch_sizes = pack(sequences)
-    step_M = step_M.numpy()
-    rows_M = rollout.rows[step_M]
+    the state before each sequence; the batch sizes; and each step's row of the rollout."""
+    row_M, batch_sizes = pack(sequences)
+    row_M = row_M.numpy()
+    steps_M = rollout.table[row_M]
     names = "prev_action", "action", "first", "log_prob", "advantage", "returns", "weight"
-    columns = [rows_M[name].copy() for name in names]
-    index_M, *columns = upload([step_M, *columns], rollout.device)
+    columns = [steps_M[name].copy() for name in names]
+    index_M, *columns = upload([row_M, *columns], rollout.device)
     batch = dict(zip(names, columns))
     batch["obs"] = {key: part.index_select(0, index_M) for key, part in rollout.obs.items()}
     # the first Q steps begin the Q sequences
     batch["state"] = rollout.state.index_select(0, index_M[: batch_sizes[0]])
     batch["batch_sizes"] = batch_sizes
-    batch["step"] = step_M
+    batch["step"] = row_M
     return batch
 
 
@@ -1020,14 +1051,11 @@ def run_sequences(policy, batch):
 def minibatch_step(policy, optimizer, batch, options, average):
     """One optimizer step on one mini-batch; none if the gradient is not finite. `average`: as in
     `ppo_update`. Returns what to log."""
-    distribution, value_M, (features, core_MH) = run_sequences(policy, batch)
+    distribution, value_M, (features_MF, core_MH) = run_sequences(policy, batch)
     loss, logs = ppo_loss(distribution, value_M, batch, policy.log_ent_coef, options)
-    if options.cpc:
-        prediction_loss = cpc_loss(policy, features, core_MH, batch)
-        loss = loss + CPC_COEF * prediction_loss
-        logs["losses/cpc"] = prediction_loss.detach()
+    auxiliary_loss = policy.auxiliary_loss(features_MF, core_MH, batch)
     optimizer.zero_grad()
-    loss.backward()
+    (loss + auxiliary_loss).backward()
     average([weight.grad for weight in policy.parameters() if weight.grad is not None])
     network = [weight for weight in policy.parameters() if weight is not policy.log_ent_coef]
     norm = nn.utils.clip_grad_norm_(network, options.max_grad_norm)
@@ -1036,51 +1064,23 @@ def minibatch_step(policy, optimizer, batch, options, average):
         optimizer.step()
     if options.target_entropy is not None:
         policy.log_ent_coef.data.clamp_(math.log(1e-4), 0.0)  # 1e-4 .. 1 (VER table A1)
+    logs["losses/auxiliary"] = auxiliary_loss.detach()
     logs["losses/grad_norm"] = norm
     logs["losses/skipped"] = (~finite).float()
     return logs
 
 
-def advantage_scale(rollout, average):
-    """Mean and deviation of the advantages, of all processes that learn together (--norm-adv)."""
-    advantage_S = rollout.advantage[: rollout.learned].astype(float)
-    moments = torch.tensor([advantage_S.mean(), (advantage_S**2).mean()])
-    average([moments])
-    mean, square = moments.tolist()
-    return mean, math.sqrt(max(1e-16, square - mean**2))
-
-
-@torch.no_grad()
-def return_scale(policy, rollout, average):
-    """The unit in which values are learned: the running root mean square of the returns, after it
-    has taken in those of a rollout, of all processes that learn together. So rewards of any size
-    are learned alike, as if they were normalized (Engstrom et al. 2020), but what is stored and
-    logged stays in the environment's units. (PopArt would rescale the critic's layer whenever the
-    scale moves; after the first rewards, that is mostly by a few per cent.)"""
-    returns_S = rollout.returns[: rollout.learned].astype(float)
-    scale = policy.critic.scale
-    square = torch.full_like(scale, (returns_S**2).mean())
-    average([square])
-    share = torch.where(scale > 0, NEWEST_SHARE, 1.0)
-    mean_square = torch.lerp(scale**2, square, share)
-    scale.copy_(torch.where(mean_square.isfinite(), mean_square.sqrt(), scale))
-    return scale.clamp(min=1e-8)  # without any reward: 0 / 1e-8
-
-
-def ppo_update(policy, optimizer, rollout, options, average=lambda tensors: None):
-    """Learn from a rollout: --update-epochs passes over all its steps, each in --num-minibatches
-    mini-batches, made of the sequences in a new random order. Returns the means of what to log.
+def ppo_update(policy, optimizer, rollout, rows, options, average=lambda tensors: None):
+    """Learn from the first `rows` of a rollout: --update-epochs passes over these steps, each in
+    --num-minibatches mini-batches, made of the sequences in a new random order. Returns the means
+    of what to log.
 
     `average` averages tensors over all processes that learn together, in place; one alone has
     nothing to do. Raises FloatingPointError if not one mini-batch has a finite gradient.
     """
-    steps = rollout.rows[: rollout.learned]
+    steps = rollout.table[:rows]
     sequences = find_sequences(steps["segment"], steps["first"])
-    scale = return_scale(policy, rollout, average)
-    mean = 0.0
-    deviation = scale
-    if options.norm_adv:
-        mean, deviation = advantage_scale(rollout, average)
+    scale, mean, deviation = learning_units(policy, rollout, rows, options, average)
     logs = []
     for _ in range(options.update_epochs):
         shuffled = [sequences[q] for q in torch.randperm(len(sequences)).tolist()]
@@ -1094,64 +1094,20 @@ def ppo_update(policy, optimizer, rollout, options, average=lambda tensors: None
     if means["losses/skipped"] == 1:
         reason = "not one gradient of this update was finite"
         raise FloatingPointError(f"{reason}: try a lower --learning-rate")
-    # mean and deviation of observations: after learning, which must see what acting saw
-    weight = optimizer.param_groups[0]["lr"] / options.learning_rate
-    update_statistics(policy, rollout, weight, average)
     return means
-
-
-# ------------------------------------------------------------------------------------------ Train
-
-
-def learning_rate_at(step, options):
-    """Cosine from --learning-rate to 0 (VER table A1)."""
-    progress = min(1.0, step / options.total_timesteps)
-    return options.learning_rate * 0.5 * (1 + math.cos(math.pi * progress))
-
-
-def build(options):
-    """The environment's spec, a new policy and its optimizer."""
-    spec = describe_env(options)
-    torch.manual_seed(options.seed)
-    policy = make_policy(spec, options).to(choose_device(options))
-    optimizer = torch.optim.Adam(
-        policy.parameters(), lr=options.learning_rate, eps=1e-5, fused=True
-    )
-    return spec, policy, optimizer
-
-
-def train(options):
-    """Train to --total-timesteps, save, evaluate. Returns the run folder."""
-    spec, policy, optimizer = build(options)
-    with contextlib.closing(Run(options, spec, policy, optimizer)) as run:  # folder, log: below
-        torch.manual_seed(derive_seed(SEED_OF_LEARNER, options.seed, run.step))
-        # here inline_rollouts; with --overlap and async, another process collects: below
-        source = rollout_source(policy, spec, options, run)
-        with contextlib.closing(source), run.training():
-            while run.step < options.total_timesteps:
-                rollout = run.collect(source)  # next(source)
-                optimizer.param_groups[0]["lr"] = learning_rate_at(run.step, options)
-                with run.learning() as logs:
-                    add_returns(policy, rollout, options)
-                    logs |= ppo_update(policy, optimizer, rollout, options)
-                run.log(rollout, logs)  # and count the steps
-        run.evaluate()
-    return run.folder
 
 
 # End of the lesson
 
-
 # ---------------------------------------------------------------------- Any Gymnasium environment
 # Adds what an environment may be: its id, arguments and wrappers, its spaces, its actions, and how
-# many processes suit it. The lesson calls `make_env`, `describe_env`, `to_env_action`,
-# `derive_seed` and `overlap_pays`.
+# many processes suit it. The lesson calls `make_env`, `describe_env`, `to_env_action` and
+# `derive_seed`.
 
 CHEAP_STEP_SEC = 50e-6  # faster steps are not worth the two messages to another process
 LARGE_IMAGE = 128  # pixels
 TRIAL = 2**60  # number of the episode before that of `describe_env`: no run gets that far
 MAX_WORKERS = 128
-MAX_THREADS = 256  # far more end the process without a word
 
 
 def make_env(options, split="train", number=0):
@@ -1163,8 +1119,6 @@ def make_env(options, split="train", number=0):
     spec = load(options.env_id)
     known = {"options": options, "split": split, "number": number}
     arguments = {name: value for name, value in known.items() if name in spec.kwargs}
-    if options.capture_video and split == "val":
-        arguments["render_mode"] = "rgb_array"
     arguments |= read_arguments(options.env_kwargs)
     env = gym.make(spec, disable_env_checker=True, **arguments)
     for wrapper in options.wrappers:
@@ -1175,7 +1129,7 @@ def make_env(options, split="train", number=0):
 class EnvSpec:
     """What trainer and network must know of an environment: its spaces, the scalars that the last
     info of an episode holds (named in the environment's metadata), and the seconds that a step
-    takes, on the clock and of a CPU. Plain, so that it can be sent to other processes."""
+    takes, and of these on a CPU. Plain, so that it can be sent to other processes."""
 
     def __init__(self, observations, action, metrics, step_sec=0.0, cpu_sec=0.0):
         leaves = flatten(observations)
@@ -1264,13 +1218,9 @@ def derive_seed(*numbers):
 
 def describe_env(options):
     """Make one environment, look at its spaces, take a step as in training, with --num-workers auto
-    time some more, and close it. Raises UserError if that fails or lasts longer than --env-timeout,
-    if a space is not supported, or if there is nothing to film for --capture-video."""
-    film = options.capture_video
+    time some more, and close it. Raises UserError if that fails or a space is not supported."""
     try:
-        with time_limit(options.env_timeout):
-            env = make_env(options, "val" if film else "train")
-        with contextlib.closing(env):
+        with contextlib.closing(make_env(options)) as env:
             metrics = (env.metadata or {}).get("metrics", ())  # None: adapters of old gym
             check_wrappers(env)
             spec = EnvSpec(env.observation_space, env.action_space, metrics)
@@ -1278,46 +1228,19 @@ def describe_env(options):
             announce(spec, options)
             trial = CheckedEnvironment(0, options, "train", spec, EnvIO(spec, 1, TRIAL))
             trial.env = env
-            for take in (trial.reset, trial.step):
-                with time_limit(options.env_timeout):
-                    take()
+            trial.reset()
+            trial.step()
             if options.num_workers == "auto":
                 spec.step_sec, spec.cpu_sec = time_steps(env)
-            if film and np.ndim(env.render()) != 3:
-                raise UserError(f"--capture-video: {options.env_id} renders no pictures")
     except UserError:
         raise
     except (Exception, SystemExit) as error:  # whatever the environment's own code raises
-        given = [*options.env_kwargs, *options.wrappers]
-        if film:
-            given.append("--capture-video")
-        doors = " ".join(["", *given])
+        given = "".join(f" {each}" for each in (*options.env_kwargs, *options.wrappers))
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        frames = traceback.extract_tb(error.__traceback__)
-        where = [frame for frame in frames if frame.name != "give_up"][-1]
+        where = traceback.extract_tb(error.__traceback__)[-1]
         reason += f"; {where.filename}:{where.lineno}: {where.line}"
-        refuse(options, "env_id", f"cannot be used{doors and f' with{doors}'} ({reason})")
+        refuse(options, "env_id", f"cannot be used{given and f' with{given}'} ({reason})")
     return spec
-
-
-@contextlib.contextmanager
-def time_limit(sec):
-    """Raise TimeoutError if what stands inside takes longer, as soon as Python code runs again.
-    Signals are the main thread's: in another one there is no limit."""
-
-    def give_up(_number, _frame):
-        raise TimeoutError(f"no answer for {sec:g} s (--env-timeout)")
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    handler = signal.signal(signal.SIGALRM, give_up)
-    signal.setitimer(signal.ITIMER_REAL, min(sec, 1e8))
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, handler)
 
 
 def check_wrappers(env):
@@ -1340,9 +1263,6 @@ def check_spaces(spec):
     spaces = gym.spaces
     if not spec.observations:
         raise UserError(f"no observation holds numbers or choices: {list(spec.left_out)}")
-    for key, space in spec.observations.items():
-        if 0 in space.shape:
-            raise UserError(f"observation {key!r} is {space}, which holds nothing: leave it out")
     continuous = isinstance(spec.action, spaces.Box)
     known = continuous and np.issubdtype(spec.action.dtype, np.floating) and spec.action_dims
     if not known and not isinstance(spec.action, (spaces.Discrete, spaces.MultiDiscrete)):
@@ -1357,18 +1277,28 @@ def announce(spec, options):
         print(f"observation {key!r} is left out: {kind} is neither numbers nor choices")
     for key, space in spec.observations.items():
         layout = image_layout(space)
-        if layout and max(layout[1:3]) > LARGE_IMAGE and options.encoder == "cnn":
+        if layout and max(layout[1:3]) > LARGE_IMAGE and options.policy == "ver_ppo:Policy":
             size = f"{layout[1]} x {layout[2]}"
             print(f"observation {key!r} is an image of {size}: for a smaller one, {RESIZE}")
 
 
+def run_delay_sec():
+    """Seconds that this thread was ready to run and had to wait for a core (Linux counts them)."""
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+    except OSError:
+        return 0.0
+
+
 def time_steps(env):
-    """Mean seconds of a step by random actions, on the clock and of this process's CPU time: of 500
-    steps, or as many as fit into a second."""
+    """Mean seconds of a step by random actions, and of these on a CPU: of 500 steps, or as many as
+    fit into a second. Time in which other programs had the core does not count: a simulator that
+    computes on a busy machine is none that waits."""
     spent_2 = np.zeros(2)
     steps = 0
     ended = True
     env.action_space.seed(0)
+    delay_sec = -run_delay_sec()
     until = time.perf_counter() + 1.0
     while steps < 500 and time.perf_counter() < until:
         if ended:
@@ -1380,7 +1310,9 @@ def time_steps(env):
         spent_2 += after_2 - before_2
         steps += 1
         ended = terminated or truncated
-    return (spent_2 / steps).tolist()
+    delay_sec += run_delay_sec()
+    step_sec, cpu_sec = spent_2 / steps
+    return float(max(cpu_sec, step_sec - delay_sec / steps)), float(cpu_sec)
 
 
 def count_cores():
@@ -1389,212 +1321,24 @@ def count_cores():
     return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
-def overlap_pays():
-    """Whether --overlap is on where nothing is said: measured on two CPU cores (with one, there is
-    nothing to overlap; on a GPU it has not been measured)."""
-    return count_cores() > 1 and not torch.cuda.is_available()
-
-
 def count_workers(options, spec):
-    """Worker processes to start. auto: none for very cheap steps; else as many as keep the cores
-    busy: one a core if a step is computed on the CPU, more the more of its time it waits for
+    """Worker processes to start, and why. auto: none for very cheap steps; else as many as keep the
+    cores busy: one a core if a step is computed on the CPU, more the more of its time it waits for
     something else (a GPU, a server), up to one for each environment."""
     if options.num_workers != "auto":
-        return options.num_workers
-    cheap_sec = CHEAP_STEP_SEC
-    if options.overlap and count_cores() == 2:  # busy with collecting and learning
-        cheap_sec *= 4
-    if spec.step_sec < cheap_sec:
-        return 0
+        return options.num_workers, "--num-workers"
+    cores = count_cores()
+    step = f"a step takes {1000 * spec.step_sec:.2g} ms"
+    if spec.step_sec < CHEAP_STEP_SEC:
+        return 0, f"{step}: less than a message to another process"
     waits = spec.step_sec / max(spec.cpu_sec, 1e-6)  # 1: never
-    return min(options.num_envs, MAX_WORKERS, max(1, round(count_cores() * waits)))
-
-
-# ------------------------------------------------------- Collecting while the main process learns
-# Adds a process that collects while this one learns: --overlap, and --sampler async (Sample
-# Factory's APPO). The lesson calls `rollout_source`, and for these data, which are older,
-# `reevaluate`.
-
-
-def rollout_source(policy, spec, options, run):
-    """The iterator over rollouts that --sampler and --overlap ask for. Closing it ends its
-    processes."""
-    if options.overlaps:
-        return overlapped_rollouts(policy, spec, options, run)
-    return inline_rollouts(policy, spec, options, run)
-
-
-def flat_weights(policy):
-    """All weights of a policy as one vector, whatever their layout in memory."""
-    return torch.cat([weight.detach().flatten() for weight in policy.parameters()])
-
-
-def overlapped_rollouts(policy, spec, options, run):
-    """Another process fills one of two rollouts while the learner uses the other, and acts by the
-    newest weights that there are. With --overlap most of a rollout is by the policy one update
-    before, as in HTS-RL (Liu et al. 2020; VER appendix E).
-
-    Rollouts and weights travel through shared CPU memory. Version v of the weights is row v % 2,
-    which the process uses without a copy, and which version v + 2 will overwrite, at the end of an
-    update. Before that update began, the process had handed its rollout over, and version v + 1 was
-    there, which it has used since then: so nobody acts by a row while it is written. (Its number
-    follows the weights by microseconds, far longer than any processor holds a store back.) Raises
-    EnvironmentFailure if the process ends.
-    """
-    size = spec, options.rollout_steps, options.num_envs, policy.state_shape, torch.device("cpu")
-    rollouts = [Rollout(*size, delayed=True) for _ in range(2)]
-    device = next(policy.parameters()).device
-    weights = flat_weights(policy).cpu()
-    weights = torch.stack([weights, weights]).share_memory_()
-    version = torch.tensor(run.update).share_memory_()
-    context = process_context()
-    inbox, commands = context.Pipe(duplex=False)
-    messages, outbox = context.Pipe(duplex=False)
-    args = inbox, outbox, spec, options, run.step, rollouts, weights, version
-    process = context.Process(target=collector_process, args=args)
-    process.start()
-    inbox.close()  # only the process has these ends: when it dies, the messages end
-    outbox.close()
-    try:
-        send_numbers(commands, [0])
-        for number in itertools.cycle([0, 1]):
-            while process.exitcode is None and not messages.poll(1.0):
-                if run.enough():
-                    yield rollouts[number]
-            try:
-                if not messages.poll():
-                    raise EOFError
-                message = messages.recv()  # what is new of the rollout, or why there is none
-                if isinstance(message, Exception):
-                    raise message
-                send_numbers(commands, [1 - number])
-            except (EOFError, BrokenPipeError):
-                process.join(5)
-                reason = f"the collecting process died with exit code {process.exitcode}"
-                raise EnvironmentFailure(reason) from None
-            vars(rollouts[number]).update(message)
-            yield rollouts[number].to(device)
-            weights[(version + 1) % 2] = flat_weights(policy).cpu()
-            version += 1
-    finally:
-        commands.close()  # it leaves when its pipe ends
-        end_process(process, 10)
-
-
-def collector_process(inbox, outbox, spec, options, first_episode, rollouts, weights, version):
-    """Body of that process: collect into the rollout whose number arrives, until the main process
-    ends the pipe or dies."""
-    lead_group()
-    torch.set_num_threads(1)
-    torch.manual_seed(derive_seed(SEED_OF_COLLECTOR, options.seed, first_episode))
-
-    def ended(steps=0):
-        ready, _, _ = select.select([inbox], [], [], 0)
-        return bool(ready)
-
-    def step_by_newest_weights(*inputs):
-        if c.version != version:
-            c.version = int(version)
-            newest = weights[c.version % 2].to(device)
-            nn.utils.vector_to_parameters(newest, policy.parameters())
-        return step(*inputs)
-
-    try:
-        device = choose_device(options)
-        policy = make_policy(spec, options).to(device).requires_grad_(False)
-        step = policy.step
-        policy.step = step_by_newest_weights
-        io = EnvIO(spec, options.num_envs, first_episode)
-        with contextlib.closing(make_workers(options, "train", spec, io)) as workers:
-            c = Collector(workers, io, policy, spec, options, ended)
-            c.version = -1
-            collect = collect_rollout
-            if options.sampler == "async":
-                collect = Trajectories(spec, policy, options).collect
-            while numbers := read_numbers(inbox):
-                rollout = rollouts[numbers[0]]
-                collect(policy, rollout, c)
-                if not ended():
-                    news = "size", "learned", "bootstrap", "clock"
-                    outbox.send({name: getattr(rollout, name) for name in news})
-    except (EnvironmentFailure, UserError) as error:
-        outbox.send(error)
-    except Exception:
-        outbox.send(EnvironmentFailure(traceback.format_exc()))
-
-
-class Trajectories:
-    """--sampler async (Sample Factory's APPO, section 3.1): environments never stop, each fills
-    trajectories of T steps by the newest weights, and a rollout is the N trajectories that were
-    finished first, no matter by which environments."""
-
-    def __init__(self, spec, policy, options):
-        device = next(policy.parameters()).device
-        size = spec, options.rollout_steps, options.num_envs, policy.state_shape, device
-        self.unfinished = Rollout(*size)  # T steps of each environment
-        self.finished = []  # environments whose trajectory waits to be copied
-
-    @torch.inference_mode()
-    def collect(self, policy, rollout, c):
-        """Collect one rollout: its segments are trajectories, its bootstrap values those of the
-        steps after them."""
-        began_at = time.perf_counter()
-        rollout.size = 0
-        c.waited_sec = 0.0
-        self.hand_over(rollout, c)
-        while not is_full(rollout, c):
-            env_B = await_answers(c, most=c.options.num_envs)
-            acted_B = env_B[c.in_flight_N[env_B]]
-            step_B = acted_B * c.options.num_steps + c.steps_N[acted_B]
-            complete_steps(policy, self.unfinished, c, acted_B, step_B)
-            act(policy, c, env_B)
-            full_B = acted_B[c.steps_N[acted_B] == c.options.num_steps]
-            c.steps_N[full_B] = 0
-            self.finished += full_B.tolist()
-            self.hand_over(rollout, c)
-        rollout.learned = rollout.size
-        rollout.clock = (began_at, time.perf_counter(), c.waited_sec)
-
-    def hand_over(self, rollout, c):
-        """Copy finished trajectories into the rollout, while there is room."""
-        time_T = np.arange(c.options.num_steps)
-        while self.finished and rollout.size < rollout.steps:
-            e = self.finished.pop(0)
-            step_T = rollout.size + time_T
-            segment = rollout.size // len(time_T)
-            rollout.copy(step_T, self.unfinished, e * len(time_T) + time_T)
-            rollout.segment[step_T] = segment
-            rollout.bootstrap[segment] = c.pending.value[e]
-            rollout.size += len(time_T)
-
-
-@torch.no_grad()
-def reevaluate(policy, rollout, options):
-    """What V-trace needs of steps that older policies collected (IMPALA, section 4.1): value_S, the
-    policy's values now; and keep_S, min(1, ratio), the ratio being the action's probability now
-    divided by that when it was chosen.
-
-    So much of a step's advantage counts for its value's target and for the steps before it. The
-    advantage itself is not multiplied, because PPO's objective is. Where all ratios are 1, this is
-    GAE.
-    """
-    value_S = np.zeros(rollout.size, np.float32)
-    keep_S = np.zeros(rollout.size, np.float32)
-    steps = rollout.rows[: rollout.size]
-    sequences = find_sequences(steps["segment"], steps["first"])
-    for minibatch in cut_minibatches(sequences, options.num_minibatches):
-        batch = make_batch(rollout, minibatch)
-        distribution, value_M, _ = run_sequences(policy, batch)
-        ratio_M = (distribution.log_prob(batch["action"]) - batch["log_prob"]).exp()
-        found = torch.stack([value_M, ratio_M.clamp(max=1.0)]).cpu()  # one download
-        value_S[batch["step"]] = found[0]
-        keep_S[batch["step"]] = found[1]
-    return value_S, keep_S
+    workers = min(options.num_envs, MAX_WORKERS, max(1, round(cores * waits)))
+    return workers, f"{step}, {1000 * spec.cpu_sec:.2g} of a CPU; {cores} cores"
 
 
 # --------------------------------------------------------------------------------------- Encoders
-# Adds image and vector encoders, among them the papers' residual networks, and running statistics
-# of what they read. The lesson calls `build_encoders`, and `update_statistics` after every update.
+# Adds image and vector encoders, and running statistics of what they read. The lesson calls
+# `build_encoders`, and `update_statistics` after every update.
 
 
 def image_layout(space):
@@ -1615,7 +1359,7 @@ class Statistics(nn.Module):
     """Normalizes each of C channels by its mean and deviation in all rollouts so far (DD-PPO
     section 6), each of which counts as much as it is learned from: a policy whose learning rate has
     decayed could not follow if they still moved. They are parameters without gradient, which travel
-    with the weights."""
+    with the weights; as usual with torch, they stay as they are after `eval()`."""
 
     def __init__(self, channels):
         super().__init__()
@@ -1642,6 +1386,18 @@ class Statistics(nn.Module):
         share = weight / self.rollouts.clamp(min=1e-8)  # of these observations among all
         self.mean_C += share * away_C
         self.variance_C += share * (variance_C + (1 - share) * away_C**2 - self.variance_C)
+
+
+@torch.no_grad()
+def update_statistics(policy, rollout, rows, weight, average):
+    """Let the running statistics take in 256 of the first `rows` steps of a rollout, and those of
+    other ranks. `weight`: the learning rate as a share of the first one."""
+    some = slice(0, rows, rows // 256 + 1)
+    obs = {key: part[some] for key, part in rollout.obs.items()}
+    for reader in policy.modules():
+        normalize = getattr(reader, "normalize", None)
+        if isinstance(normalize, Statistics) and normalize.training:
+            normalize.take_in(reader.read(obs), weight, average)
 
 
 class Images(nn.Module):
@@ -1671,25 +1427,6 @@ class Images(nn.Module):
         return self.normalize(self.read(obs))
 
 
-def image_encoders(policy):
-    """Those encoders of a policy that read images."""
-    return [encoder for encoder in policy.encoders.values() if hasattr(encoder, "images")]
-
-
-@torch.no_grad()
-def update_statistics(policy, rollout, weight, average):
-    """Let the running statistics take in 256 steps of a rollout, and those of other ranks. Frozen
-    encoders keep theirs. `weight`: the learning rate as a share of the first one."""
-    some = slice(0, rollout.learned, rollout.learned // 256 + 1)
-    obs = {key: part[some] for key, part in rollout.obs.items()}
-    for encoder in policy.encoders.values():
-        reader = getattr(encoder, "images", encoder)
-        normalize = getattr(reader, "normalize", None)
-        learns = any(parameter.requires_grad for parameter in encoder.parameters())
-        if isinstance(normalize, Statistics) and learns:
-            normalize.take_in(reader.read(obs), weight, average)
-
-
 class SmallCNN(nn.Module):
     """Small CNN for images of any size -> B x out_features. Its first layers read patches that do
     not overlap: on a CPU that is twice as fast as the usual overlapping 8x8 and 4x4 kernels. With
@@ -1697,6 +1434,7 @@ class SmallCNN(nn.Module):
 
     def __init__(self, images, out_features):
         super().__init__()
+        self.keys = list(images.layouts)
         self.images = images
         self.out_features = out_features
         stride = 4 if min(images.size) >= 32 else 2
@@ -1717,112 +1455,15 @@ class SmallCNN(nn.Module):
         return torch.relu(self.out(self.convolutions(self.images(obs))))
 
 
-BACKBONES = {  # all of half the usual width and with GroupNorm; `blocks` in the four stages
-    "resnet18_plain": {"blocks": (2, 2, 2, 2), "bottleneck": False},  # VER section 3
-    "resnet18": {"blocks": (2, 2, 2, 2), "bottleneck": False, "modern": True},  # VER section 4
-    "resnet50": {"blocks": (3, 4, 6, 3)},  # DD-PPO section 4, appendix A
-    "se_resnext50": {"blocks": (3, 4, 6, 3), "groups": 16, "squeeze": True},
-    "se_resnext101": {"blocks": (3, 4, 23, 3), "groups": 16, "squeeze": True},
-}
-
-
-def convolution(channels_in, channels_out, kernel, stride=1, groups=1, dilation=1, padding=None):
-    """Convolution without bias, then GroupNorm: batch statistics mislead where experience is
-    correlated (DD-PPO, A)."""
-    if padding is None:
-        padding = dilation * (kernel // 2)
-    layer = nn.Conv2d(
-        channels_in, channels_out, kernel, stride, padding, dilation, groups, bias=False
-    )
-    return nn.Sequential(layer, nn.GroupNorm(16, channels_out))
-
-
-class Block(nn.Module):
-    """Residual block (He et al. 2016): 1x1, 3x3, 1x1 convolutions, or without bottleneck 3x3, 3x3.
-    `groups` is ResNeXt's cardinality, `squeeze` adds squeeze and excitation, `modern` layer scale
-    and a dilated second 3x3 kernel (ConvNeXt)."""
-
-    def __init__(self, channels_in, planes, stride, bottleneck, groups, squeeze, modern):
-        super().__init__()
-        if bottleneck:
-            channels_out = 4 * planes
-            width = 2 * planes if groups > 1 else planes
-            first = convolution(channels_in, width, 1)
-            middle = convolution(width, width, 3, stride, groups)
-            last = convolution(width, channels_out, 1)
-            self.layers = nn.Sequential(first, nn.ReLU(), middle, nn.ReLU(), last)
-        else:
-            channels_out = planes
-            first = convolution(channels_in, planes, 3, stride)
-            second = convolution(planes, planes, 3, dilation=2 if modern else 1)
-            self.layers = nn.Sequential(first, nn.ReLU(), second)
-        self.shortcut = nn.Identity()
-        if stride > 1 or channels_in != channels_out:
-            self.shortcut = convolution(channels_in, channels_out, 1, stride)
-        # layer scale: Touvron et al. 2021
-        self.scale = nn.Parameter(torch.full((channels_out, 1, 1), 0.1)) if modern else 1.0
-        self.squeeze = None
-        if squeeze:
-            narrow = channels_out // 16
-            down = nn.Conv2d(channels_out, narrow, 1)
-            up = nn.Conv2d(narrow, channels_out, 1)
-            self.squeeze = nn.Sequential(nn.AdaptiveAvgPool2d(1), down, nn.ReLU(), up, nn.Sigmoid())
-
-    def forward(self, x):
-        change = self.layers(x)
-        if self.squeeze is not None:
-            change = change * self.squeeze(change)
-        return torch.relu(self.shortcut(x) + change * self.scale)
-
-
-class ResNet(nn.Module):
-    """2x2 average pooling, backbone, compression of its last feature map to about 2,048 numbers
-    (DD-PPO appendix A), linear layer. `modern`: patches of 4x4 pixels come first, and down-sampling
-    stands between the stages (VER section 4)."""
-
-    def __init__(
-        self, images, out_features, blocks, bottleneck=True, groups=1, squeeze=False, modern=False
-    ):
-        super().__init__()
-        self.images = images
-        self.out_features = out_features
-        layers = [nn.AvgPool2d(2)]
-        if modern:
-            layers.append(convolution(images.channels, 32, 4, 4, padding=0))
-        else:
-            layers += [convolution(images.channels, 32, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
-        channels = 32
-        for stage, count in enumerate(blocks):
-            planes = 32 * 2**stage
-            if modern and stage:
-                layers += [nn.GroupNorm(16, channels), nn.Conv2d(channels, planes, 2, 2)]
-                channels = planes
-            for block in range(count):
-                stride = 2 if stage and not block and not modern else 1
-                layers.append(Block(channels, planes, stride, bottleneck, groups, squeeze, modern))
-                channels = 4 * planes if bottleneck else planes
-        self.backbone = nn.Sequential(*layers)
-        with torch.no_grad():
-            height, width = self.backbone(torch.zeros(1, images.channels, *images.size)).shape[2:]
-        compressed = min(512, round(2048 / (height * width)))  # smaller images: fewer
-        last = nn.Conv2d(channels, compressed, 3, padding=1, bias=False)
-        self.compress = nn.Sequential(last, nn.GroupNorm(1, compressed), nn.ReLU(), nn.Flatten())
-        self.out = orthogonal(nn.Linear(compressed * height * width, out_features))
-
-    def forward(self, obs):
-        return torch.relu(self.out(self.compress(self.backbone(self.images(obs)))))
-
-
 class Vector(nn.Module):
-    """Two-layer perceptron for a vector, which is normalized if any of its numbers has no bound; or
-    (beside the papers' encoders) one linear layer to 32 features as in DD-PPO. Choices enter as
-    one-hot vectors, bytes as 0..1."""
+    """Two-layer perceptron for a vector, which is normalized if any of its numbers has no bound.
+    Choices enter as one-hot vectors, bytes as 0..1."""
 
-    def __init__(self, key, space, out_features, linear):
+    def __init__(self, key, space, out_features):
         super().__init__()
+        self.keys = [key]
         self.key = key
-        self.space = space
-        self.out_features = 32 if linear else out_features
+        self.out_features = out_features
         self.choices = count_choices(space)
         self.in_features = sum(self.choices) or math.prod(space.shape)
         if self.choices:  # where the one-hot part of each dimension begins
@@ -1830,12 +1471,10 @@ class Vector(nn.Module):
             self.register_buffer("begin_D", torch.from_numpy(begin_D), persistent=False)
         box = isinstance(space, gym.spaces.Box)
         unbounded = box and (space.low.min() < -1e6 or space.high.max() > 1e6)
-        normalized = unbounded and not linear
-        self.normalize = Statistics(self.in_features) if normalized else nn.Identity()
-        self.layers = orthogonal(nn.Linear(self.in_features, self.out_features))
-        if not linear:
-            second = orthogonal(nn.Linear(out_features, out_features))
-            self.layers = nn.Sequential(self.layers, nn.Tanh(), second, nn.Tanh())
+        self.normalize = Statistics(self.in_features) if unbounded else nn.Identity()
+        first = orthogonal(nn.Linear(self.in_features, out_features))
+        second = orthogonal(nn.Linear(out_features, out_features))
+        self.layers = nn.Sequential(first, nn.Tanh(), second, nn.Tanh())
 
     def read(self, obs):
         """The numbers, not yet normalized."""
@@ -1851,122 +1490,19 @@ class Vector(nn.Module):
         return self.layers(self.normalize(self.read(obs)))
 
 
-def encoder_name(key):
-    """An observation's key as a name that nn.ModuleDict takes: without a dot, and none of its own.
-
-    >>> [encoder_name(key) for key in ("depth", "hand.pose", "type")]
-    ['depth', 'hand·pose', 'type_']
-    """
-    name = key.replace(".", "·")
-    return f"{name}_" if not name or hasattr(nn.ModuleDict(), name) else name
-
-
-def build_encoders(spec, options):
+def build_encoders(spec, hidden_size, of_images=SmallCNN, of_vector=Vector):
     """One encoder for all images of a size, one for each vector: observations -> B x out_features.
-    Raises UserError."""
-    hidden = options.hidden_size
-    backbone = BACKBONES.get(options.encoder)
-    encoders = nn.ModuleDict()
-    groups = {}  # images by their size
+    """
+    vectors = []
+    sizes = {}  # images by their size
     for key, space in spec.observations.items():
         layout = image_layout(space)
-        if not layout:
-            vector = Vector(key, space, hidden // 2, linear=backbone is not None)
-            encoders[encoder_name(key)] = vector
-        elif options.encoder != "none":
-            groups.setdefault(layout[1:3], {})[key] = space
-    for size, group in groups.items():
-        name = encoder_name(next(iter(group)))
-        if not backbone:
-            encoders[name] = SmallCNN(Images(group), hidden)
-        elif min(size) >= 64:
-            encoders[name] = ResNet(Images(group), hidden, **backbone)
+        if layout:
+            sizes.setdefault(layout[1:3], {})[key] = space
         else:
-            refuse(
-                options, "encoder", f"needs images of 64 x 64 at least: {list(group)} have {size}"
-            )
-    if not encoders:
-        refuse(options, "encoder", "nothing is left to observe, choose another one")
-    return encoders
-
-
-# ------------------------------------------------------------------------------------------ CPC|A
-# Adds an auxiliary loss, action-conditional contrastive prediction (Guo et al. 2018; VER section
-# 3): --cpc. The lesson calls `ContrastivePrediction`, `cpc_loss` and `CPC_COEF`.
-
-# as in habitat-baselines: how many steps ahead, start steps of a sequence, futures and negatives of
-# each, weight in the loss
-CPC_HORIZON = 20
-CPC_STARTS = 6
-CPC_FUTURES = 2
-CPC_NEGATIVES = 20
-CPC_COEF = 0.1
-
-
-class ContrastivePrediction(nn.Module):
-    """From the memory, a GRU follows the actions that were taken next; a classifier tells what was
-    seen then from what was not: B x H, B x features -> B logits."""
-
-    def __init__(self, features, hidden):
-        super().__init__()
-        self.future = nn.GRUCell(ACTION_FEATURES, hidden)
-        first = nn.Linear(hidden + features, hidden)
-        self.classifier = nn.Sequential(first, nn.ReLU(), nn.Linear(hidden, 1))
-
-    def forward(self, memory_BH, features_BF):
-        return self.classifier(torch.cat([memory_BH, features_BF], dim=-1)).squeeze(-1)
-
-
-def cpc_futures(batch_sizes):
-    """What is compared: CPC_STARTS random steps of each packed sequence, and for each CPC_FUTURES
-    later ones of the same sequence, CPC_HORIZON steps later at most.
-
-    Returns P start positions, P x CPC_HORIZON positions of the actions from there on (beyond the
-    end: of the last step), how many steps later the P x CPC_FUTURES futures are, and their
-    positions.
-    """
-    length_Q = (batch_sizes[:, None] > torch.arange(int(batch_sizes[0]))).sum(0)
-    begin_of_time = batch_sizes.cumsum(0) - batch_sizes
-    long_Q = torch.arange(len(length_Q))[length_Q > 1]
-    sequence_P = long_Q.repeat_interleave(CPC_STARTS)[:, None]
-    last_P = length_Q[sequence_P] - 1
-    time_P = (torch.rand(len(sequence_P), 1) * last_P).long()
-    most_P = (last_P - time_P).clamp(max=CPC_HORIZON)
-    later_PF = 1 + (torch.rand(len(sequence_P), CPC_FUTURES) * most_P).long()
-    action_time_PT = torch.minimum(time_P + torch.arange(CPC_HORIZON), last_P)
-
-    def position(time):
-        return begin_of_time[time] + sequence_P
-
-    return position(time_P)[:, 0], position(action_time_PT), later_PF, position(time_P + later_PF)
-
-
-def cpc_loss(policy, features_MF, core_MH, batch):
-    """The memory after a step is followed through the actions taken since; a classifier must tell
-    features seen then from CPC_NEGATIVES others of the mini-batch. The mean cross-entropies of
-    both, added."""
-    device = core_MH.device
-    start_P, action_PT, later_PF, future_PF = cpc_futures(batch["batch_sizes"])
-    if not len(start_P):  # every rank averages the same gradients, be they 0
-        return sum(parameter.sum() for parameter in policy.cpc.parameters()) * 0.0
-    most = int(later_PF.max())
-    other_PFN = torch.randint(len(core_MH), (*future_PF.shape, CPC_NEGATIVES))
-    indices = [start_P, action_PT, later_PF, future_PF, other_PFN]
-    indices = upload([index.numpy() for index in indices], device)
-    start_P, action_PT, later_PF, future_PF, other_PFN = indices
-    known_M = torch.zeros(len(core_MH), dtype=torch.bool, device=device)
-    action_M = policy.embed(batch["action"], known_M)
-    memory_PH = core_MH[start_P]
-    memories = []
-    for action_P in action_PT[:, :most].unbind(1):
-        memory_PH = policy.cpc.future(action_M[action_P], memory_PH)
-        memories.append(memory_PH)
-    index_PFH = (later_PF - 1)[..., None].expand(-1, -1, core_MH.shape[1])
-    memory_PFH = torch.stack(memories, dim=1).gather(1, index_PFH)
-    positive = policy.cpc(memory_PFH, features_MF[future_PF])
-    memory_PFNH = memory_PFH[:, :, None].expand(-1, -1, CPC_NEGATIVES, -1)
-    negative = policy.cpc(memory_PFNH, features_MF[other_PFN])
-    return nn.functional.softplus(-positive).mean() + nn.functional.softplus(negative).mean()
+            vectors.append(of_vector(key, space, hidden_size // 2))
+    images = [of_images(Images(group), hidden_size) for group in sizes.values()]
+    return nn.ModuleList([*vectors, *images])
 
 
 # ------------------------------------------------------------------------------------ Supervision
@@ -1975,6 +1511,7 @@ def cpc_loss(policy, features_MF, core_MH, batch):
 
 SIGNALS = signal.SIGINT, signal.SIGTERM
 CLOSING_SEC = 5
+BAD_ANSWER_STATUS = 3  # with which a worker process exits
 
 
 class UserError(Exception):
@@ -2043,18 +1580,42 @@ def share_memory(tensors):
         tensor.share_memory_()
 
 
+def tell(text):
+    """Print to stderr what an environment has done; ranks say which of them it was."""
+    rank = os.environ.get("RANK")
+    if rank is None:
+        tqdm.write(text, file=sys.stderr)
+    else:
+        tqdm.write(f"rank {rank}: {text}", file=sys.__stderr__)  # sys.stderr is rank 0's alone
+
+
 class CheckedEnvironment(Environment):
-    """An environment whose answers are checked, and whose errors say where they come from."""
+    """An environment whose answers are checked, and whose errors say where they come from. After a
+    crash it can be started again."""
 
     def answer(self):
-        io = self.io
-        e = self.number
         try:
             super().answer()
         except (Exception, SystemExit) as error:
-            where = f"environment {e}, episode {io.episode[e]}, step {self.length}"
+            episode = self.io.episode[self.number]
+            where = f"environment {self.number}, episode {episode}, step {self.length}"
             kind = BadAnswer if isinstance(error, BadAnswer) else EnvironmentFailure
             raise kind(f"{where}:\n{traceback.format_exc()}") from None
+
+    def start(self):
+        """After a crash, this answer completes the step that was lost, by a placeholder: no reward,
+        truncated at the observation in this row; terminated, if that is already the next episode's
+        first one."""
+        io = self.io
+        e = self.number
+        io.reward[e] = 0.0
+        io.terminated[e] = io.first[e]
+        io.truncated[e] = not io.first[e]
+        io.episode_stats[e] = np.nan
+        io.began_at[e] = time.perf_counter()
+        io.step_sec[e] = 0.0
+        io.final_obs[e] = io.obs[e]
+        super().start()
 
     def step(self):
         super().step()
@@ -2097,43 +1658,32 @@ class CheckedEnvironment(Environment):
         self.env = None
 
 
-def make_workers(options, split, spec, io, inline=False):
-    """All environments of a split, in worker processes or (--num-workers 0, or `inline`) here."""
+def make_workers(options, split, spec, io):
+    """All environments of a split, in worker processes or (--num-workers 0) here."""
     numbers = range(options.num_envs)
     environments = [CheckedEnvironment(e, options, split, spec, io) for e in numbers]
-    num_workers = count_workers(options, spec)
-    if num_workers and not inline:
+    num_workers, _ = count_workers(options, spec)
+    if num_workers:
         return SupervisedWorkers(environments, num_workers)
     return InlineWorkers(environments)
 
 
-def tell(text):
-    """Print to stderr what an environment has done; ranks say which of them it was."""
-    rank = os.environ.get("RANK")
-    if rank is None:
-        tqdm.write(text, file=sys.stderr)
-    else:
-        tqdm.write(f"rank {rank}: {text}", file=sys.__stderr__)  # sys.stderr is rank 0's alone
+class Restarts:
+    """Counts what was started again. Raises EnvironmentFailure at more than --max-worker-restarts
+    in an hour."""
 
+    def __init__(self, options):
+        self.most = options.max_worker_restarts
+        self.count = 0
+        self.recent = deque(maxlen=self.most + 1)  # when (time.monotonic)
 
-def note_restart(workers, reason):
-    """Report a restart. Raises a bad answer, and EnvironmentFailure at more than
-    --max-worker-restarts in an hour."""
-    if isinstance(reason, BadAnswer):
-        raise reason
-    most = workers.environments[0].options.max_worker_restarts
-    now = time.monotonic()
-    lines = str(reason).splitlines()
-    error = lines[-1]
-    known = len(lines) > 1 and any(error == other for _, other in workers.restarts)
-    workers.restarts.append((now, error))
-    if sum(now - at < 3600 for at, _ in workers.restarts) > most:
-        option = "--max-worker-restarts"
-        raise EnvironmentFailure(f"{reason}\nmore than {most} restarts within an hour ({option})")
-    count = len(workers.restarts)
-    if known:  # its traceback has been seen
-        reason = f"{lines[0]} {error}"
-    tell(f"{reason}\nstarted again, with a new episode ({count} so far)")
+    def note(self, reason):
+        self.count += 1
+        self.recent.append(time.monotonic())
+        if len(self.recent) > self.most and self.recent[-1] - self.recent[0] < 3600:
+            limit = f"more than {self.most} restarts within an hour (--max-worker-restarts)"
+            raise EnvironmentFailure(f"{reason}\n{limit}")
+        tell(f"{reason}\nstarted again, with a new episode ({self.count} so far)")
 
 
 class InlineWorkers:
@@ -2143,7 +1693,7 @@ class InlineWorkers:
     def __init__(self, environments):
         self.environments = environments
         self.answered = []
-        self.restarts = []  # (when, the last line of why)
+        self.restarts = Restarts(environments[0].options)
         self.send(np.arange(len(environments)))
 
     def send(self, env_B):
@@ -2152,9 +1702,11 @@ class InlineWorkers:
                 try:
                     self.environments[e].answer()
                     self.answered.append(e)
+                except BadAnswer:
+                    raise
                 except EnvironmentFailure as error:
                     self.environments[e].close()
-                    note_restart(self, error)
+                    self.restarts.note(error)
 
     def receive(self, timeout_sec):
         answered = self.answered
@@ -2166,93 +1718,90 @@ class InlineWorkers:
             environment.close()
 
 
-def guarded_worker(inbox, outbox, environments, last_words):
-    """`env_worker` in a process group of its own. An exception leaves whether it was a bad answer,
-    and its text, and ends the process, whatever threads the simulators have."""
+def guarded_worker(inbox, outbox, environments):
+    """`env_worker` in a process group of its own. An exception is printed and ends the process,
+    whatever threads the simulators have."""
     lead_group()
     try:
         env_worker(inbox, outbox, environments)
-    except Exception as error:
-        last_words[0] = isinstance(error, BadAnswer)
-        text = str(error).encode()[1 - len(last_words) :]
-        last_words[1 : 1 + len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        signal.alarm(CLOSING_SEC)  # then the process ends: a simulator may hang here
+    except EnvironmentFailure as error:
+        tell(str(error))
+        status = BAD_ANSWER_STATUS if isinstance(error, BadAnswer) else 1
+        # then the process ends, with that status: a simulator may hang here
+        threading.Timer(CLOSING_SEC, os._exit, [status]).start()
         for environment in reversed(environments.values()):
             environment.close()
-        os._exit(1)
+        os._exit(status)
 
 
 class SupervisedWorkers(Workers):
-    """Replaces processes that have died, or whose environment has not answered for --env-timeout.
-    The environments that owe an answer then start anew, which is an answer; the others do so when
-    their next action arrives."""
+    """Replaces processes that have died, or have been silent for --env-timeout. The environments
+    that owe an answer then start anew, which is an answer; the others do so when their next action
+    arrives."""
+
+    LOOK_SEC = 0.2
 
     def __init__(self, environments, num_workers):
         self.timeout_sec = environments[0].options.env_timeout
-        self.next_check = 0.0
-        self.received_at = time.monotonic()
-        self.restarts = []  # (when, the last line of why)
-        self.heard_at_W = np.zeros(num_workers)  # when each worker has answered last
-        self.last_words = torch.zeros(num_workers, 8000, dtype=torch.uint8).share_memory_()
+        self.restarts = Restarts(environments[0].options)
+        self.looked_at = time.monotonic()
+        # of workers that owe an answer: since when no environment of theirs has answered
+        self.silent_sec_W = np.zeros(num_workers)
         super().__init__(environments, num_workers)
 
     def start(self, worker):
-        return super().start(worker, guarded_worker, self.last_words[worker])
+        return super().start(worker, guarded_worker)
 
     def receive(self, timeout_sec):
         answered = super().receive(timeout_sec)
-        now = time.monotonic()
+        self.silent_sec_W[np.array(answered, int) % self.num_workers] = 0.0
+        passed_sec = time.monotonic() - self.looked_at
+        if passed_sec < self.LOOK_SEC:
+            return answered
+        self.looked_at += passed_sec
         # a long time without a look, in which this process was stopped, or has learned, counts a
         # tenth of the limit at most
-        surplus = now - self.received_at - self.timeout_sec / 10
-        self.received_at = now
-        if surplus > 0:
-            self.asked_at_N[self.asked_at_N > 0] += surplus
-        self.heard_at_W[np.array(answered, int) % self.num_workers] = now
-        if now > self.next_check:
-            self.next_check = now + 0.2
-            for worker, process in enumerate(self.processes):
-                mine = np.arange(worker, len(self.asked_at_N), self.num_workers)
-                # an environment that waits for a sibling is not late
-                since = np.maximum(self.asked_at_N[mine], self.heard_at_W[worker])
-                owes = self.asked_at_N[mine] > 0
-                late = mine[owes & (now - since > self.timeout_sec)]
-                if len(late) or process.exitcode is not None:
-                    answered += self.replace(worker, mine, late)
+        self.silent_sec_W += min(passed_sec, self.timeout_sec / 10)
+        for worker, process in enumerate(self.processes):
+            mine = np.arange(worker, len(self.asked_N), self.num_workers)
+            owed = mine[self.asked_N[mine]]
+            if not len(owed):
+                self.silent_sec_W[worker] = 0.0
+            if process.exitcode is not None:
+                who = f"worker {worker} (environments {mine.tolist()})"
+                reason = f"{who} died with exit code {process.exitcode}"
+                if process.exitcode == BAD_ANSWER_STATUS:
+                    raise BadAnswer(f"{reason}: the answer above is none")
+                answered += self.replace(worker, mine, reason)
+            elif self.silent_sec_W[worker] > self.timeout_sec:
+                who = f"environments {owed.tolist()}"
+                reason = f"no answer from {who} for {self.timeout_sec:.0f} s (--env-timeout)"
+                answered += self.replace(worker, mine, reason)
         return answered
 
-    def replace(self, worker, mine, late):
+    def replace(self, worker, mine, reason):
         """Start a worker's process again. Returns the environments whose answers it had written."""
-        process = self.processes[worker]
-        end_process(process, 0)
-        bad_answer, *text = self.last_words[worker].tolist()
-        reason = bytes(text).rstrip(b"\0").decode(errors="replace")
-        if not reason:
-            who = f"worker {worker} (environments {mine.tolist()})"
-            reason = f"{who} died with exit code {process.exitcode}"
-        if len(late):
-            who = f"environments {late.tolist()}"
-            reason = f"no answer from {who} for {self.timeout_sec:.0f} s (--env-timeout)"
-        note_restart(self, BadAnswer(reason) if bad_answer else reason)
+        end_process(self.processes[worker], 0)
+        self.restarts.note(reason)
         answered = super().receive(0)
         inbox, _ = self.pipes[worker]
         while inbox.poll():
             read_numbers(inbox)
-        self.last_words[worker] = 0
+        self.silent_sec_W[worker] = 0.0
         self.processes[worker] = self.start(worker)
-        self.send(mine[self.asked_at_N[mine] > 0])
+        self.send(mine[self.asked_N[mine]])
         return answered
 
 
 def check_rollout(rollout, version, lag=0):
     """Assert every invariant of a rollout (--debug), collected by a policy of this version or at
     most `lag` before it."""
-    steps = rollout.rows[: rollout.size]
+    steps = rollout.complete
     began_at, _, _ = rollout.clock
     carried_S = steps["sent_at"] < began_at
     carried = steps["env"][carried_S]
     new_version = steps["version"][~carried_S]
-    assert 0 < len(steps) <= rollout.steps, "a rollout has at most S steps"
+    assert 0 < len(steps) <= rollout.capacity, "a rollout has at most S steps"
     assert lag or len(set(carried)) == len(carried), "one step at most was in flight in each"
     assert (steps["version"] <= version).all(), "no step is by a policy that is still to come"
     assert (new_version >= version - lag).all(), "new steps come from the current policy"
@@ -2271,49 +1820,29 @@ def check_rollout(rollout, version, lag=0):
 
 
 # ------------------------------------------------------------------------------------- Run folder
-# Adds what a run leaves behind: options.json, TensorBoard events, checkpoint.pt, a trace, an
-# evaluation, a video; and what it does on signals. The lesson calls `Run`, `make_policy`
-# and `SEED_OF_LEARNER`.
+# Adds what a run leaves behind: options.json, TensorBoard events, checkpoint.pt, an evaluation; and
+# what it does on signals. The lesson calls `Run` and `make_policy`.
 
-CHECKPOINT_FORMAT = 7
-# what reads earlier formats
-READ_BY = {4: "commit 2b88288", 5: "commit f6503bf", 6: "commit d3fae65"}
-# first numbers of derive_seed; environments have 0 (train) and 1 (val)
+CHECKPOINT_FORMAT = 8
+# first numbers of derive_seed; environments have 0 (train) and 1 (val), ver_multigpu.py 4
 SEED_OF_LEARNER = 2
-SEED_OF_COLLECTOR = 3
-TRACE_BYTES = 10_000_000  # more than a viewer likes
-MOST_FRAMES = 1000  # of an episode that is filmed
+SEED_OF_COLLECTOR = 3  # of another process that collects
 
 
 def load_checkpoint(path):
-    """A checkpoint's content, on the CPU. Raises UserError for anything but a checkpoint of this
-    program."""
-    kinds = {
-        "format": int,
-        "options": dict,
-        "policy": dict,
-        "optimizer": dict,
-        "step": int,
-        "update": int,
-        "columns": list,
-        "recent": list,
-    }
+    """A checkpoint's content, on the CPU; nothing in it is executed. Raises UserError for anything
+    but a checkpoint of this program."""
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
         number = content["format"]
-        known = all(isinstance(content.get(name), kind) for name, kind in kinds.items())
-        known = known and content["step"] >= 0 and content["update"] >= 0
-        known = known and all(torch.is_tensor(weight) for weight in content["policy"].values())
     except FileNotFoundError:
         raise UserError(f"there is no checkpoint {path}") from None
     except Exception as error:  # whatever a damaged or hostile file makes of the loader
         kind = type(error).__name__
         raise UserError(f"{path} is not a checkpoint that can be read ({kind})") from None
-    if isinstance(number, int) and number != CHECKPOINT_FORMAT:
-        advice = f"go on with {READ_BY.get(number, 'that version')}, or start anew"
+    if number != CHECKPOINT_FORMAT:
+        advice = "go on with that version, or start anew"
         raise UserError(f"{path} was written by another version (format {number}): {advice}")
-    if not known:
-        raise UserError(f"{path} is not a checkpoint of this program")
     return content
 
 
@@ -2344,31 +1873,6 @@ def load_policy(policy, path):
     return content
 
 
-def start_from(policy, options):
-    """Transfer (DD-PPO section 6): take the weights of the checkpoint --init-from, as far as names
-    and shapes agree, but for what --reset names. Raises UserError if encoders, or other weights
-    that do not learn, are not among them."""
-    saved = load_checkpoint(options.init_from)["policy"]
-    own = policy.state_dict()
-    weights = dict(policy.named_parameters())
-    may_differ = "log_ent_coef", "critic.scale"
-    fixed = {name for name in weights if not weights[name].requires_grad}
-    fixed = {name for name in fixed if not name.endswith(may_differ)}
-    new = {name for name in own if name not in saved or saved[name].shape != own[name].shape}
-    if options.reset == "critic":
-        new |= {name for name in own if name.startswith("critic.")}
-    if options.reset == "policy":
-        new |= {name for name in own if not name.startswith("encoders.")} - fixed
-    unfit = [name for name in new if name in fixed or name.startswith("encoders.")]
-    if unfit:
-        advice = "give the --encoder, --env-kwargs and sizes of that run"
-        refuse(options, "init_from", f"its network is another one ({min(unfit)}): {advice}")
-    new |= {"log_ent_coef"}
-    taken = {name: saved[name] for name in own.keys() - new}
-    policy.load_state_dict(own | taken)
-    print(f"{len(taken)} of {len(own)} tensors come from {options.init_from}; new: {sorted(new)}")
-
-
 def make_policy(spec, options):
     """The network that --policy names. Raises UserError."""
     network = load(options.policy)
@@ -2377,17 +1881,6 @@ def make_policy(spec, options):
     except TypeError as error:
         refuse(options, "policy", f"must be made of (spec, options) ({error})")
     return network(spec, options)
-
-
-def new_folder(path):
-    """Make a folder of this name; if there is one (of a run that began in the same second), with
-    `_2` behind it, or the next number that is free. Raises OSError."""
-    names = [path.name, *(f"{path.name}_{number}" for number in range(2, 100))]
-    for name in names:
-        with contextlib.suppress(FileExistsError):
-            path.with_name(name).mkdir(parents=True)
-            return path.with_name(name)
-    raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
 
 
 def lock_folder(folder):
@@ -2404,30 +1897,33 @@ def lock_folder(folder):
 
 
 class Run:
-    """A run folder, counters, progress bar. What was learned before is put in place first."""
+    """One training: policy, optimizer, counters, run folder, progress bar.
 
-    def __init__(self, options, spec, policy, optimizer):
+    --extensions are subclasses of it that override some of its members (`extend`): how rollouts are
+    collected (`rollouts`, `collector_class`), what is learned from them (`add_returns`,
+    `make_optimizer`, `decay`), where it begins (`restore`), and what is kept of it (`open_folder`,
+    `describe`, `write_scalars`, `log`, `save`, `evaluate`, `close`).
+    """
+
+    collector_class = Collector
+    max_lag = 0  # updates between the policies that act and learn, but for steps carried over
+    bar = None  # what `close` closes, once it is there
+    writer = None
+    lock = None
+
+    def __init__(self, options):
+        """Build all that training needs. Raises UserError."""
         self.options = options
-        self.spec = spec
-        self.policy = policy
-        self.optimizer = optimizer
         self.step = 0
         self.update = 0
         self.recent = deque(maxlen=100)  # episode_stats of the last episodes
         self.cycles = deque(maxlen=100)  # (seconds, SHARES) of the last updates
-        self.learning_sec = {}  # number of threads -> what the last two updates took
         self.signal = None
         self.unsaved = None  # why the last checkpoint could not be written
-        self.trace = None
-        self.writer = None
-        self.lock = None
-        if options.init_from:
-            start_from(policy, options)
-        if options.resume:
-            self.restore(load_policy(policy, Path(options.resume) / "checkpoint.pt"))
-        if options.freeze_encoder:
-            for encoder in image_encoders(policy):
-                encoder.requires_grad_(False)
+        self.spec, self.policy = build(options)
+        self.optimizer = self.make_optimizer()
+        self.learning_rates = [group["lr"] for group in self.optimizer.param_groups]
+        self.restore()
         keep_freed_memory()
         self.saved_step = self.step
         self.first_step = self.step
@@ -2435,19 +1931,25 @@ class Run:
         self.began_at = time.perf_counter()
         self.logged_at = self.began_at
 
-    def restore(self, saved):
-        """Go on from a checkpoint's content, whose weights are in place. Raises UserError."""
+    def make_optimizer(self):
+        """What learns: `param_groups`, `zero_grad`, `step`, `state_dict`, `load_state_dict`."""
+        weights = self.policy.parameters()
+        return torch.optim.Adam(weights, lr=self.options.learning_rate, eps=1e-5, fused=True)
+
+    def restore(self):
+        """With --resume, put in place what was learned before. Raises UserError."""
+        if not self.options.resume:
+            return
+        path = Path(self.options.resume) / "checkpoint.pt"
+        saved = load_policy(self.policy, path)
         self.step = saved["step"]
         self.update = saved["update"]
-        columns = list(self.spec.episode_columns)
         try:
             self.optimizer.load_state_dict(saved["optimizer"])
-            if saved["columns"] == columns:  # else they mean something else
-                recent = np.array(saved["recent"], float).reshape(-1, len(columns))
-                self.recent.extend(recent.tolist())
-        except Exception as error:  # whatever a damaged or hostile file makes of torch and numpy
-            reason = f"the optimizer, or episodes, cannot be read ({type(error).__name__})"
-            raise UserError(f"{self.options.resume}/checkpoint.pt: {reason}") from None
+        except (ValueError, KeyError) as error:
+            raise UserError(f"{path} belongs to another optimizer: {error}") from None
+        if saved["columns"] == list(self.spec.episode_columns):  # else they mean something else
+            self.recent.extend(saved["recent"])
         if self.options.target_entropy is None:  # fixed: as the options say
             self.policy.log_ent_coef.data.fill_(math.log(max(self.options.ent_coef, 1e-30)))
 
@@ -2456,14 +1958,11 @@ class Run:
         options = self.options
         name = f"{options.env_id}__{options.exp_name}__{options.seed}__{int(time.time())}"
         name = name.replace("/", "-").replace(":", "-")
+        self.folder = Path(options.resume or Path(options.runs_dir) / name)
         try:
-            if options.resume:
-                self.folder = Path(options.resume)
-                self.lock = lock_folder(self.folder)
-            self.open_trace()
             if not options.resume:
-                self.folder = new_folder(Path(options.runs_dir) / name)
-                self.lock = lock_folder(self.folder)
+                self.folder.mkdir(parents=True)
+            self.lock = lock_folder(self.folder)
             (self.folder / "options.json").write_text(json.dumps(asdict(options), indent=2) + "\n")
         except OSError as error:
             reason = f"{error.filename} cannot be written ({error.strerror})"
@@ -2476,40 +1975,30 @@ class Run:
         self.bar = tqdm(total=total, initial=self.step, unit=" steps", dynamic_ncols=True)
         self.bar.write(f"{self.folder}: {self.headline()}")
 
-    def open_trace(self):
-        """Open the file that --trace names. Raises UserError."""
-        try:
-            if self.options.trace:
-                self.trace = open(self.options.trace, "w")
-        except OSError as error:
-            refuse(self.options, "trace", f"cannot be written ({error.strerror})")
-
     def headline(self):
-        """The run's first line: what was chosen, and by which figures."""
-        options = self.options
-        how = f"{options.sampler} {'with' if options.overlaps else 'without'} overlap"
-        how += f", {options.num_envs} environments in {count_workers(options, self.spec)} workers"
-        if options.num_workers == "auto":
-            times = f"{1000 * self.spec.step_sec:.2g} ms, {1000 * self.spec.cpu_sec:.2g} of a CPU"
-            how += f" (a step takes {times}; {count_cores()} cores)"
+        """The run's first line: what was chosen, and why."""
+        workers, why = count_workers(self.options, self.spec)
+        how = " ".join([self.options.sampler, *self.options.extensions])
         weights = list(self.policy.parameters())
-        size = sum(weight.numel() for weight in weights)
-        return f"{how}, {size:,} parameters on {weights[0].device}"
+        size = f"{sum(weight.numel() for weight in weights):,} parameters on {weights[0].device}"
+        return f"{how}, {self.options.num_envs} environments in {workers} workers ({why}), {size}"
 
     def close(self):
         """Finish the files."""
-        self.bar.close()
-        with contextlib.suppress(OSError):  # a full disk: said before
-            if self.trace:
-                self.trace.write("\n]\n")
-                self.trace.close()
-            if self.writer:
+        if self.bar is not None:
+            self.bar.close()
+        if self.writer is not None:
+            with contextlib.suppress(OSError):  # a full disk: said before
                 self.writer.close()
         if self.lock is not None:
             os.close(self.lock)
 
-    def enough(self, steps=0):
-        """Whether a rollout of so many steps ends early: after a signal."""
+    def rollouts(self):
+        """The iterator over rollouts, without end. Closing it ends its processes."""
+        return inline_rollouts(self)
+
+    def enough(self, rows=0):
+        """Whether a rollout of so many rows ends early: after a signal."""
         return self.signal is not None
 
     def collect(self, source):
@@ -2518,6 +2007,19 @@ class Run:
         if self.signal:
             raise Interrupted(self.signal)
         return rollout
+
+    def add_returns(self, rollout):
+        """Find out what its steps are worth; returns how many of its rows are learned from."""
+        add_returns(rollout, self.options)
+        return rollout.rows
+
+    def average(self, tensors):
+        """Average these tensors over all processes that learn together, in place: alone, nothing.
+        """
+
+    def decay(self):
+        """The share of the learning rate that is left."""
+        return decay_at(self.step, self.options)
 
     def note_signal(self, number, _frame):
         """Signals are noted, so that training ends where weights are whole; a second one ends it
@@ -2528,100 +2030,47 @@ class Run:
 
     @contextlib.contextmanager
     def training(self):
-        """Around all training: saves at its end, however it ends."""
+        """Around all training: yields the iterator over rollouts; saves, however it ends."""
+        torch.manual_seed(derive_seed(SEED_OF_LEARNER, self.options.seed, self.step))
         handlers = {number: signal.signal(number, self.note_signal) for number in SIGNALS}
-        try:
-            yield
-            if self.signal:  # it came in the last update
-                raise Interrupted(self.signal)
-            self.save()
-            if self.cycles:
-                cycle_sec, shares = zip(*self.cycles)
-                means = np.average(shares, axis=0, weights=cycle_sec)
-                self.bar.write(what_limits(self.options, *means))
-        except (Interrupted, EnvironmentFailure, FloatingPointError):
-            self.save()
-            if not self.unsaved:
-                self.bar.write(f"stopped at step {self.step}; go on with: --resume {self.folder}")
-            raise
-        finally:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
+        with contextlib.closing(self.rollouts()) as source:
+            try:
+                yield source
+                if self.signal:  # it came in the last update
+                    raise Interrupted(self.signal)
+                self.save()
+                if self.cycles:
+                    cycle_sec, shares = zip(*self.cycles)
+                    means = np.average(shares, axis=0, weights=cycle_sec)
+                    self.bar.write(what_limits(self.options, *means))
+            except (Interrupted, EnvironmentFailure, FloatingPointError):
+                self.save()
+                if not self.unsaved:
+                    how = f"go on with: --resume {self.folder}"
+                    self.bar.write(f"stopped at step {self.step}; {how}")
+                raise
+            finally:
+                for number, handler in handlers.items():
+                    signal.signal(number, handler)
 
     @contextlib.contextmanager
     def learning(self):
-        """Around the learning of one update: sets the number of threads, takes the time. Yields a
-        dictionary to log."""
+        """Around the learning of one update: sets learning rate and threads, takes the time. Yields
+        a dictionary to log."""
         began_at = time.perf_counter()
         logs = {}
-        threads = choose_threads(self.options, self.update, self.learning_sec)
-        torch.set_num_threads(threads)
+        for group, rate in zip(self.optimizer.param_groups, self.learning_rates):
+            group["lr"] = rate * self.decay()
+        threads = self.options.learner_threads
+        torch.set_num_threads(min(4, count_cores()) if threads == "auto" else threads)
         yield logs
-        learning_sec = time.perf_counter() - began_at
-        logs["time/learning_sec"] = learning_sec
-        self.learning_sec.setdefault(threads, deque(maxlen=2)).append(learning_sec)
+        logs["time/learning_sec"] = time.perf_counter() - began_at
 
     def log(self, rollout, logs):
         """Count an update and its steps, write what to log, and from time to time a checkpoint."""
         steps, logs, episodes = self.describe(rollout, logs)
         shares = [logs[f"time/{name}_share"] for name in SHARES]
         self.cycles.append((logs["time/cycle_sec"], shares))
-        self.write(steps, logs, episodes)
-        if self.step - self.saved_step >= self.options.checkpoint_interval:
-            self.save()
-
-    def describe(self, rollout, logs):
-        """An update's steps; what to log of it: where the time went, how uneven the environments
-        and how old the data were; and the numbers of the episodes that ended."""
-        options = self.options
-        if options.debug:
-            # async: the trajectory of a slow environment takes several updates
-            lag = 8 if options.sampler == "async" else int(rollout.delayed)
-            check_rollout(rollout, self.update, lag)
-        steps = rollout.rows[: rollout.size]
-        learning_sec = logs["time/learning_sec"]
-        if self.trace:
-            self.write_trace(steps, learning_sec)
-        began_at, ended_at, waited_sec = rollout.clock
-        rollout_sec = ended_at - began_at
-        now = time.perf_counter()
-        cycle_sec = now - self.logged_at
-        self.logged_at = now
-        simulated_sec = steps["step_sec"].sum()
-        workers = count_workers(options, self.spec)
-        busy_share = simulated_sec / max(1, workers) / rollout_sec
-        if workers == 0:  # what the simulators take is not the network's
-            waited_sec += simulated_sec
-        lag_S = self.update - steps["version"]
-        steps_N = np.bincount(steps["env"], minlength=rollout.num_envs)
-        learned = rollout.rows[: rollout.learned]
-        error_S = learned["returns"] - learned["value"]
-        logs = logs | {
-            "losses/explained_variance": 1 - error_S.var() / max(learned["returns"].var(), 1e-12),
-            "charts/learning_rate": self.optimizer.param_groups[0]["lr"],
-            "charts/return_scale": self.policy.critic.scale.item(),
-            "time/waiting_share": waited_sec / cycle_sec,
-            "time/inference_share": (rollout_sec - waited_sec) / cycle_sec,
-            "time/learning_share": learning_sec / cycle_sec,
-            "time/cycle_sec": cycle_sec,
-            "time/rollout_sec": rollout_sec,
-            "time/env_step_ms": 1000 * simulated_sec / len(steps),
-            "time/worker_idle_share": max(0.0, 1 - busy_share),
-            "ver/batch_size": len(steps) / len(np.unique(steps["sent_at"])),
-            "ver/steps_per_env_min": steps_N.min(),
-            "ver/steps_per_env_max": steps_N.max(),
-            "ver/carried_share": (steps["sent_at"] < began_at).mean(),
-            "ver/policy_lag_mean": lag_S.mean(),
-            "ver/policy_lag_max": lag_S.max(),
-            "ver/importance_weight": learned["weight"].mean(),
-            "ver/made_up_steps": (steps["step_sec"] == 0.0).sum(),  # by `Environment.start`
-        }
-        episodes = steps["episode_stats"][steps["done"]]
-        return len(steps), logs, episodes[np.isfinite(episodes[:, 0])].tolist()
-
-    def write(self, steps, logs, episodes):
-        """Count the steps, write numbers and the means of the last 100 episodes, move the progress
-        bar."""
         self.step += steps
         self.update += 1
         self.recent.extend(episodes)
@@ -2630,12 +2079,56 @@ class Run:
             metrics = [f"metrics/{name}" for name in self.spec.metrics]
             tags = ["charts/episodic_return", "charts/episodic_length", *metrics]
             logs |= dict(zip(tags, np.array(self.recent).mean(axis=0)))
-            shown = {"return": "charts/episodic_return"}
-            shown |= {"success": "metrics/success", "spl": "metrics/spl"}
-            postfix = {word: f"{logs[tag]:.3g}" for word, tag in shown.items() if tag in logs}
-            self.bar.set_postfix(postfix, refresh=False)
-        self.write_scalars(logs)
+        shown = {"return": "charts/episodic_return"}
+        shown |= {"success": "metrics/success", "spl": "metrics/spl"}
+        postfix = {word: f"{logs[tag]:.3g}" for word, tag in shown.items() if tag in logs}
+        self.bar.set_postfix(postfix, refresh=False)
         self.bar.update(self.step - self.bar.n)
+        self.write_scalars(logs)
+        if self.step - self.saved_step >= self.options.checkpoint_interval:
+            self.save()
+
+    def describe(self, rollout, logs):
+        """An update's steps; what to log of it: where the time went, how uneven the environments
+        and how old the data were; and the numbers of the episodes that ended."""
+        if self.options.debug:
+            check_rollout(rollout, self.update, self.max_lag)
+        steps = rollout.complete
+        began_at, ended_at, waited_sec = rollout.clock
+        rollout_sec = ended_at - began_at
+        now = time.perf_counter()
+        cycle_sec = now - self.logged_at
+        self.logged_at = now
+        simulated_sec = steps["step_sec"].sum()
+        workers, _ = count_workers(self.options, self.spec)
+        busy_share = simulated_sec / max(1, workers) / rollout_sec
+        if workers == 0:  # what the simulators take is not the network's
+            waited_sec += simulated_sec
+        lag_S = self.update - steps["version"]
+        given_N = np.bincount(steps["env"], minlength=rollout.num_envs)
+        error_S = steps["returns"] - steps["value"]
+        logs = logs | {
+            "losses/explained_variance": 1 - error_S.var() / max(steps["returns"].var(), 1e-12),
+            "charts/learning_rate": self.optimizer.param_groups[0]["lr"],
+            "charts/return_scale": self.policy.critic.scale.item(),
+            "time/waiting_share": waited_sec / cycle_sec,
+            "time/inference_share": (rollout_sec - waited_sec) / cycle_sec,
+            "time/learning_share": logs["time/learning_sec"] / cycle_sec,
+            "time/cycle_sec": cycle_sec,
+            "time/rollout_sec": rollout_sec,
+            "time/env_step_ms": 1000 * simulated_sec / len(steps),
+            "time/worker_idle_share": max(0.0, 1 - busy_share),
+            "ver/batch_size": len(steps) / len(np.unique(steps["sent_at"])),
+            "ver/steps_per_env_min": given_N.min(),
+            "ver/steps_per_env_max": given_N.max(),
+            "ver/carried_share": (steps["sent_at"] < began_at).mean(),
+            "ver/policy_lag_mean": lag_S.mean(),
+            "ver/policy_lag_max": lag_S.max(),
+            "ver/importance_weight": steps["weight"].mean(),
+            "ver/made_up_steps": (steps["step_sec"] == 0.0).sum(),  # by `CheckedEnvironment.start`
+        }
+        episodes = steps["episode_stats"][steps["done"]]
+        return len(steps), logs, episodes[np.isfinite(episodes[:, 0])].tolist()
 
     def write_scalars(self, logs):
         """Add points to TensorBoard's curves; says so once if that fails (a full disk), and goes on
@@ -2648,15 +2141,6 @@ class Run:
         except OSError as error:
             self.bar.write(f"TensorBoard's curves end at step {self.step}: {error}")
             self.writer = None
-
-    def write_trace(self, steps, learning_sec):
-        """Add an update to the trace; says so if that fails (a full disk), and goes on without."""
-        try:
-            if self.trace.tell() < TRACE_BYTES:
-                write_trace(self.trace, steps, learning_sec)
-        except OSError as error:
-            self.bar.write(f"the trace ends at step {self.step}: {error}")
-            self.trace = None
 
     def save(self):
         """Write the checkpoint: only tensors and plain types, so that it loads with
@@ -2684,7 +2168,7 @@ class Run:
         """Evaluate what was learned. Raises OSError if it could not be saved."""
         self.bar.close()
         if self.options.eval_episodes:
-            self.write_scalars(report_evaluation(self.policy, self.spec, self.options, self.folder))
+            self.write_scalars(report_evaluation(self.policy, self.spec, self.options))
         if self.unsaved:
             raise OSError(f"the last checkpoint could not be written: {self.unsaved}")
 
@@ -2696,14 +2180,12 @@ def what_limits(options, waiting, inference, learning, worker_idle):
     """One line that says what takes most of the time, by the shares that are logged as time/...,
     and what helps.
 
-    >>> what_limits(Options(sampler="sync", overlap=False), 0.7, 0.1, 0.2, 0.6)
+    >>> what_limits(Options(sampler="sync"), 0.7, 0.1, 0.2, 0.6)
     'stragglers limit the speed: 70 % waiting, workers idle 60 % of it: try --sampler ver'
     """
-    collecting = waiting + inference if options.overlaps else max(waiting, inference)
-    if learning >= collecting:
+    if learning >= max(waiting, inference):
         what = "learning limits"
-        advice = "a GPU, or fewer --update-epochs" if options.overlaps else "--overlap, or a GPU"
-        why = f"{learning:.0%} of the time: try {advice}"
+        why = f"{learning:.0%} of the time: try a GPU, or fewer --update-epochs"
     elif inference >= waiting:
         what = "inference limits"
         why = f"{inference:.0%} of the time: try more --num-envs in a batch, or a GPU"
@@ -2716,67 +2198,43 @@ def what_limits(options, waiting, inference, learning, worker_idle):
     return f"{what} the speed: {why}".replace("%", " %")
 
 
-def write_trace(file, steps, learning_sec):
-    """Append steps and the learning from them to a trace in Chrome's format (ui.perfetto.dev,
-    chrome://tracing): each environment's steps, each inference batch with its size, each learning
-    phase."""
-    spans = []  # lane, name, begin, seconds
-    for e, began_at, sec in steps[["env", "began_at", "step_sec"]].tolist():
-        spans.append((f"environment {e}", "step", began_at, sec))
-    batches = np.unique(steps["sent_at"], return_index=True, return_counts=True)
-    for sent_at, index, size in zip(*batches):
-        began_at = steps["inference_at"][index]
-        spans.append(("inference", f"batch of {size}", began_at, sent_at - began_at))
-    spans.append(("learner", "learning", time.perf_counter() - learning_sec, learning_sec))
-    for lane, name, began_at, sec in spans:
-        event = {"name": name, "ph": "X", "pid": lane, "tid": lane}
-        event |= {"ts": round(1e6 * began_at), "dur": round(1e6 * sec)}
-        file.write(",\n" if file.tell() else "[\n")
-        file.write(json.dumps(event))
-
-
 @torch.inference_mode()
-def evaluate(policy, spec, options, show=None):
+def evaluate(policy, spec, options):
     """Play --eval-episodes validation episodes. Returns their numbers, E x (return, length,
-    metrics). With `show`, which gets the pictures, one environment plays.
+    metrics).
 
     Each environment plays its share, so that short episodes do not count more than long ones; for
     the same --num-envs and --eval-episodes they are the same for every policy.
     """
-    filmed = show is not None
-    num_envs = 1 if filmed else min(options.num_envs, options.eval_episodes)
-    num_workers = min(count_workers(options, spec), num_envs)
+    num_envs = min(options.num_envs, options.eval_episodes)
+    num_workers = min(count_workers(options, spec)[0], num_envs)
     sizes = {"num_envs": num_envs, "num_workers": num_workers, "num_minibatches": 1}
-    options = replace(options, **sizes, seed=0, sampler="ver", capture_video=filmed)
+    options = replace(options, **sizes, seed=0, sampler="ver")
     share, rest = divmod(options.eval_episodes, num_envs)
     left_N = share + (np.arange(num_envs) < rest)
     io = EnvIO(spec, num_envs)
     found = []
     device = next(policy.parameters()).device
     generators = torch.random.fork_rng([device] if device.type == "cuda" else [])
-    workers = make_workers(options, "val", spec, io, inline=filmed)
+    workers = make_workers(options, "val", spec, io)
     bar = tqdm(total=options.eval_episodes, unit=" episodes", delay=20, leave=False)
     with generators, contextlib.closing(workers), bar:
         torch.manual_seed(options.seed)
-        c = Collector(workers, io, policy, spec, options)
-        c.greedy = options.greedy
+        collector = Collector(policy, workers, io, spec, options)
+        collector.greedy = options.greedy
         while len(found) < options.eval_episodes:
-            env_B = await_answers(c, most=num_envs)
+            env_B = collector.await_answers(most=num_envs)
             whole_B = np.isfinite(io.episode_stats[env_B, 0])  # not one that was started again
-            for e in env_B[c.in_flight_N[env_B] & io.first[env_B] & whole_B]:
+            for e in env_B[collector.in_flight_N[env_B] & io.first[env_B] & whole_B]:
                 found.append(io.episode_stats[e].tolist())
                 left_N[e] -= 1
                 bar.update()
-            act_B = env_B[left_N[env_B] > 0]
-            if filmed and len(act_B) and workers.environments[0].length < MOST_FRAMES:
-                show(workers.environments[0].env.render())
-            act(policy, c, act_B)
+            collector.act(env_B[left_N[env_B] > 0])
     return np.array(found)
 
 
-def report_evaluation(policy, spec, options, folder):
-    """Evaluate, print mean +- standard error of every number, write the video if asked for.
-    Returns the means to log."""
+def report_evaluation(policy, spec, options):
+    """Evaluate, print mean +- standard error of every number. Returns the means to log."""
     began_at = time.perf_counter()
     found = evaluate(policy, spec, options)
     sec = time.perf_counter() - began_at
@@ -2786,36 +2244,12 @@ def report_evaluation(policy, spec, options, folder):
     parts = [f"{n} {mean:.3f} ± {error:.3f}" for n, mean, error in zip(names, means, errors)]
     how = "greedy" if options.greedy else "sampled"
     print(f"evaluation, {len(found)} {how} episodes in {sec:.0f} s: {', '.join(parts)}")
-    if options.capture_video:
-        write_video(policy, spec, options, folder / "evaluation.gif")
     return {f"eval/{name}": mean for name, mean in zip(names, means)}
-
-
-def write_video(policy, spec, options, path):
-    """Film three validation episodes, at most MOST_FRAMES steps of each, into a gif."""
-    from PIL import Image
-    from PIL.GifImagePlugin import getdata, getheader
-
-    sizes = []
-    with open(path, "wb") as file:
-
-        def show(frame_HWC):  # written at once: a thousand frames may be a gigabyte
-            picture = Image.fromarray(frame_HWC)
-            sizes.append(picture.size)
-            picture = picture.resize(sizes[0]).quantize()
-            if len(sizes) == 1:
-                header, _ = getheader(picture.copy(), info={"loop": 0})
-                file.write(b"".join(header))
-            file.write(b"".join(getdata(picture, duration=100, include_color_table=True)))
-
-        evaluate(policy, spec, replace(options, eval_episodes=3), show)
-        file.write(b";")
-    print(f"video: {path}")
 
 
 # ------------------------------------------------------------------------------------------ Speed
 # Adds what makes learning on a CPU faster, measured, and copies to a GPU few. The lesson calls
-# `packed_lstm` and `upload`; `Run` calls the others.
+# `packed_lstm` and `upload`; `Run` calls `keep_freed_memory`.
 
 
 def upload(arrays, device):
@@ -2869,50 +2303,26 @@ def keep_freed_memory():
         mallopt(trim_threshold, 1 << 30)
 
 
-def choose_threads(options, update, learning_sec):
-    """CPU threads for an update: the number that was faster in its last two. On busy cores, threads
-    that wait for each other are many times slower than one; so each number is tried twice every 200
-    updates (but not in the first, which is always slow)."""
-    if options.learner_threads != "auto":
-        return options.learner_threads
-    choices = sorted({1, min(4, count_cores())})
-    if update % 200 in range(1, 2 * len(choices) + 1):
-        return choices[update % len(choices)]
-    return min(choices, key=lambda threads: min(learning_sec.get(threads, [0.0])))
-
-
 # ---------------------------------------------------------------- The command line and its checks
-# Adds refusals in one line, before anything is started, and the three doors to code elsewhere:
-# --env-id with its arguments, --wrappers, --policy. The lesson calls `check_options` and
-# `choose_device`; all that a string names is found by `load`.
+# Adds refusals in one line, before anything is started, and the four doors to code elsewhere:
+# --env-id with its arguments, --wrappers, --policy, --extensions. The lesson calls `check_options`,
+# `choose_device` and `extend`; all that a string names is found by `find`.
 
 ALIASES = {
     "pointnav": "notebooks.environments.pointnav:PointNav-v0",
     "habitat": "notebooks.environments.habitat:Habitat-v0",
+    "resnet18": "notebooks.extensions.networks:ResNet18",
+    "resnet18_plain": "notebooks.extensions.networks:ResNet18Plain",
+    "resnet50": "notebooks.extensions.networks:ResNet50",
+    "se_resnext50": "notebooks.extensions.networks:SEResNeXt50",
+    "se_resnext101": "notebooks.extensions.networks:SEResNeXt101",
+    "controller": "notebooks.extensions.controller:NeuralController",
+    "overlap": "notebooks.extensions.overlap:Overlap",
+    "async": "notebooks.extensions.overlap:Async",
+    "trace": "notebooks.extensions.trace:Trace",
+    "transfer": "notebooks.extensions.transfer:Transfer",
 }
-LATENCY = '--wrappers "notebooks.extensions.wrappers:Latency(mean_ms=20, spread=0.8)"'
 RESIZE = '--wrappers "notebooks.extensions.wrappers:Resize(height=84, width=84)"'
-POPULATION = "python -m notebooks.extensions.population"
-MOVED = {  # options of before, and how the same is said now
-    "action-delay": "--wrappers notebooks.extensions.wrappers:ActionDelay",
-    "camera": "--env-kwargs camera=rgb",
-    "check-habitat": "python -m notebooks.environments.habitat",
-    "controller": "--policy notebooks.extensions.controller:NeuralController --init-from FILE",
-    "evolve-after": POPULATION,
-    "evolve-by": POPULATION,
-    "evolve-interval": POPULATION,
-    "habitat-overrides": "--env-kwargs habitat.environment.max_episode_steps=300",
-    "image-size": "--env-kwargs image_size=128",
-    "member": POPULATION,
-    "population": POPULATION,
-    "population-size": POPULATION,
-    "recurrent": "--lstm-layers 0",
-    "reset-critic": "--reset critic",
-    "reset-policy": "--reset policy",
-    "sim-latency": LATENCY,
-    "sim-latency-spread": LATENCY,
-    "simulator": "--env-kwargs simulator=builtin",
-}
 
 
 def read_value(text):
@@ -2938,20 +2348,21 @@ def read_arguments(items):
         key, equals, value = item.partition("=")
         if not key or not equals:
             raise UserError(f"{item}: must be KEY=VALUE, as in image_size=64")
-        arguments[key] = read_value(value)
+        arguments[key.strip()] = read_value(value)
     return arguments
 
 
-def load(text):
-    """What `module:name` names: imports the module, and returns its attribute of that name, or
-    Gymnasium's specification of the environment that it registers by that id (without a module:
-    one that Gymnasium knows). With `(key=value, ...)` behind it, these arguments are bound to it.
-    Raises UserError.
+def find(text):
+    """What `module:name(key=value, ...)` names, and the arguments in its brackets, if it has any.
+    Imports the module, and finds its attribute of that name, or Gymnasium's specification of the
+    environment that it registers by that id (without a module: one that Gymnasium knows). Raises
+    UserError.
 
-    >>> load("math:prod(start=2)")([3, 4])
-    24
+    >>> find("math:prod(start=2, name=a/b.pt)")
+    (<built-in function prod>, {'start': 2, 'name': 'a/b.pt'})
     """
-    path, bracket, rest = ALIASES.get(text, text).partition("(")
+    short, bracket, rest = text.partition("(")
+    path = ALIASES.get(short, short)
     module, _, name = path.rpartition(":")
     try:
         home = importlib.import_module(module) if module else None
@@ -2961,18 +2372,49 @@ def load(text):
         advice = "" if module else ": an environment of a package is named package:Id-v0"
         raise UserError(f"{text} cannot be found ({reason}){advice}") from None
     if not bracket:
+        return found, {}
+    if not re.fullmatch(r"\w+ *=.*\)", rest):
+        raise UserError(f"{text}: must be {short}(KEY=VALUE, ...)")
+    # a comma separates arguments where another KEY= follows
+    return found, read_arguments(re.split(r", *(?=\w+ *=)", rest[:-1]))
+
+
+def load(text):
+    """What a string names (`find`), with its arguments bound to it. Raises UserError.
+
+    >>> load("math:prod(start=2)")([3, 4])
+    24
+    """
+    found, arguments = find(text)
+    if not arguments:
         return found
+    bound = functools.partial(found, **arguments)
     try:
-        call = ast.parse(f"_({rest}", mode="eval").body
-        arguments = {word.arg: read_value(ast.unparse(word.value)) for word in call.keywords}
-        bound = functools.partial(found, **arguments)
         inspect.signature(bound)  # raises for an argument that it does not take
-        if call.args:
-            raise ValueError
-    except (SyntaxError, AttributeError, TypeError, ValueError):
-        takes = f"{name}{inspect.signature(found)}"
-        raise UserError(f"{text}: must be {path}(KEY=VALUE, ...); it is {takes}") from None
+    except (TypeError, ValueError):
+        takes = f"{found.__name__}{inspect.signature(found)}"
+        raise UserError(f"{text}: takes other arguments, it is {takes}") from None
     return bound
+
+
+def extend(run_class, options):
+    """The class of a run, with all --extensions: each is a subclass of `Run` and overrides some of
+    its members, around the ones before it. Its arguments are those of its attributes that are
+    annotated. Raises UserError."""
+    for text in options.extensions:
+        extension, arguments = find(text)
+        if not inspect.isclass(extension) or not issubclass(extension, Run):
+            raise UserError(f"--extensions {text}: must be a subclass of ver_ppo.Run")
+        takes = list(inspect.get_annotations(extension))
+        unknown = [name for name in arguments if name not in takes]
+        if unknown:
+            raise UserError(f"--extensions {text}: there is no {unknown[0]}, it takes {takes}")
+        try:
+            run_class = type(run_class.__name__, (extension, run_class), arguments)
+        except TypeError:
+            reason = "is there already, or cannot stand behind the ones before it"
+            raise UserError(f"--extensions {text}: {reason}") from None
+    return run_class
 
 
 def refuse(options, name, message):
@@ -2980,19 +2422,11 @@ def refuse(options, name, message):
     raise UserError(f"--{name.replace('_', '-')} {getattr(options, name)}: {message}")
 
 
-def check_rules(options, rules):
-    """Raise UserError for the first rule, (holds, option's name, advice), that does not hold."""
-    for holds, name, advice in rules:
-        if not holds:
-            refuse(options, name, advice)
-
-
 def check_options(options):
     """Raise UserError for the first option that cannot work, with the way to mend it."""
     o = options
-    positive = "total_timesteps num_envs num_steps num_minibatches update_epochs max_requests"
-    positive += " checkpoint_interval learner_threads learning_rate clip_coef max_grad_norm"
-    positive += " env_timeout"
+    positive = "total_timesteps num_envs num_steps num_minibatches update_epochs clip_coef"
+    positive += " checkpoint_interval learner_threads learning_rate max_grad_norm env_timeout"
     for name in positive.split():
         if not (getattr(o, name) == "auto" or 0 < getattr(o, name) < math.inf):
             refuse(o, name, "must be a positive number")
@@ -3000,60 +2434,26 @@ def check_options(options):
     for name in amounts.split():
         if not (getattr(o, name) == "auto" or 0 <= getattr(o, name) < 2**63):
             refuse(o, name, "must be 0 or more")
+    for name in ("gamma", "gae_lambda"):
+        if not 0 <= getattr(o, name) <= 1:
+            refuse(o, name, "must be within 0..1")
+    if o.lstm_layers not in (0, 1, 2):
+        refuse(o, "lstm_layers", "must be 0, 1 or 2")
+    if o.hidden_size < 2:
+        refuse(o, "hidden_size", "must be 2 or more")
     most_envs = select.PIPE_BUF // 4
+    if o.num_envs > most_envs:
+        refuse(o, "num_envs", f"must be at most {most_envs}: one pipe write")
     most_workers = min(o.num_envs, MAX_WORKERS)
-    steps = f"--num-steps x --num-envs = {o.rollout_steps}"
-    begins = bool(o.init_from)
-    goes_on = bool(o.resume or o.checkpoint)
-    rules = [
-        (0 <= o.gamma <= 1, "gamma", "must be within 0..1"),
-        (0 <= o.gae_lambda <= 1, "gae_lambda", "must be within 0..1"),
-        (o.lstm_layers in (0, 1, 2), "lstm_layers", "must be 0, 1 or 2"),
-        (o.hidden_size >= 2, "hidden_size", "must be 2 or more"),
-        (
-            o.learner_threads == "auto" or o.learner_threads <= MAX_THREADS,
-            "learner_threads",
-            f"must be at most {MAX_THREADS}",
-        ),
-        (
-            o.target_entropy is None or math.isfinite(o.target_entropy),
-            "target_entropy",
-            "must be a finite number",
-        ),
-        (o.exp_name.isprintable(), "exp_name", "must be text that can be printed"),
-        (o.num_envs <= most_envs, "num_envs", f"must be at most {most_envs}: one pipe write"),
-        (
-            o.num_workers == "auto" or o.num_workers <= most_workers,
-            "num_workers",
-            f"must be within 0..{most_workers}",
-        ),
-        (o.rollout_steps <= 10**8, "num_steps", f"is absurd: {steps}"),
-        (o.num_minibatches <= o.rollout_steps, "num_minibatches", f"must be at most {steps}"),
-        (
-            o.sampler != "sync" or o.max_requests >= o.num_envs,
-            "max_requests",
-            "must be at least --num-envs with sync",
-        ),
-        (not (o.checkpoint and o.resume), "checkpoint", "evaluates and --resume trains: give one"),
-        (
-            not o.checkpoint or o.eval_episodes,
-            "eval_episodes",
-            "must be at least 1 with --checkpoint",
-        ),
-        (
-            not (begins and goes_on),
-            "init_from",
-            "begins a run: no --resume, no --checkpoint",
-        ),
-        (not o.freeze_encoder or begins or goes_on, "freeze_encoder", "needs --init-from"),
-        (
-            not o.freeze_encoder or o.encoder != "none",
-            "freeze_encoder",
-            "needs an encoder: --encoder none has no image",
-        ),
-        (o.reset == "nothing" or begins, "reset", "needs --init-from"),
-    ]
-    check_rules(options, rules)
+    if o.num_workers != "auto" and o.num_workers > most_workers:
+        refuse(o, "num_workers", f"must be within 0..{most_workers}")
+    if o.num_minibatches > o.rollout_steps:
+        steps = f"--num-steps x --num-envs = {o.rollout_steps}"
+        refuse(o, "num_minibatches", f"must be at most {steps}")
+    if o.checkpoint and o.resume:
+        refuse(o, "checkpoint", "evaluates and --resume trains: give one")
+    if o.checkpoint and not o.eval_episodes:
+        refuse(o, "eval_episodes", "must be at least 1 with --checkpoint")
 
 
 def choose_device(options):
@@ -3064,43 +2464,27 @@ def choose_device(options):
     try:
         one = torch.ones(1, device=name)
         one.item()  # raises for a device without memory
-        device = one.device  # with its number
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         refuse(options, "device", f"cannot be used ({reason}): try --device cpu")
-    if options.bf16 and device.type != "cuda":
-        raise UserError(f"--bf16 needs a CUDA device, this run uses {device}: leave it out")
-    return device
+    return one.device  # with its number
 
 
 def parse_options(argv, kind=Options):
     """Options from the command line; with --resume or --checkpoint, those of that run where none is
     given here. Raises UserError."""
-    names = {field.name for field in fields(kind)}
-    words = [word for argument in argv for word in argument.split("=", 1)]
-    for word in words:
-        name = word.removeprefix("--").removeprefix("no-").replace("_", "-")
-        if word.startswith("--") and name in MOVED and name.replace("-", "_") not in names:
-            raise UserError(f"{word} is no option any more: {MOVED[name]}")
-    places = ("--checkpoint", "--resume")
-    given = {name: value for name, value in zip(words, words[1:]) if name in places}
-    if not given:
+    places = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    places.add_argument("--resume")
+    places.add_argument("--checkpoint")
+    given, _ = places.parse_known_args(argv)
+    path = given.checkpoint or (given.resume and Path(given.resume) / "checkpoint.pt")
+    if not path:
         return tyro.cli(kind, args=argv)
-    path = given.get("--checkpoint") or Path(given["--resume"]) / "checkpoint.pt"
     saved = load_checkpoint(path)["options"]
-    own = "device resume checkpoint trace init_from reset".split()
-    saved = {name: saved[name] for name in saved if name in names and name not in own}
-    before = []  # as if they stood before what is given here
-    for name, value in saved.items():
-        option = name.replace("_", "-")
-        if isinstance(value, bool):
-            before.append(f"--{option}" if value else f"--no-{option}")
-        elif isinstance(value, (tuple, list)):
-            before += [f"--{option}", *map(str, value)]
-        else:
-            before.append(f"--{option}={value}")
-    options = tyro.cli(kind, args=[*before, *argv])
-    doors = [options.env_id, *options.wrappers, options.policy]
+    names = {field.name for field in fields(kind)} - {"device", "resume", "checkpoint"}
+    saved = {name: value for name, value in saved.items() if name in names}
+    options = tyro.cli(kind, args=argv, default=kind(**saved))
+    doors = [options.env_id, *options.wrappers, options.policy, *options.extensions]
     print(f"{path} names code that is imported: {', '.join(doors)}")
     for name, value in saved.items():
         if getattr(options, name) != value:
@@ -3131,12 +2515,12 @@ def main(argv=None, kind=Options, train=train):
         options = parse_options(sys.argv[1:] if argv is None else argv, kind)
         # with its number, for simulators too
         options = replace(options, device=str(choose_device(options)))
-        if not options.checkpoint:
+        if options.checkpoint:
+            spec, policy = build(options)
+            load_policy(policy, options.checkpoint)
+            report_evaluation(policy, spec, options)
+        else:
             train(options)
-            return 0
-        spec, policy, _ = build(options)
-        load_policy(policy, options.checkpoint)
-        report_evaluation(policy, spec, options, Path(options.checkpoint).parent)
         return 0
     except UserError as error:
         print(f"{program}: {error}", file=sys.stderr)
@@ -3149,8 +2533,6 @@ def main(argv=None, kind=Options, train=train):
 
 
 if __name__ == "__main__":
-    from ver_ppo import (
-        main,  # as a module: other processes and files know its classes by it
-    )
+    from ver_ppo import main  # as a module: other processes and files know its classes by it
 
     sys.exit(main())

@@ -1,12 +1,11 @@
 """The neural controller (DD-PPO section 6, appendix D): a trained PointNav agent as the legs of a
 new one.
 
-    python ver_ppo.py --env-id notebooks.environments.tasks:Flee-v0 --init-from FILE
-        --policy notebooks.extensions.controller:NeuralController --hidden-size 128
+    python ver_ppo.py --env-id notebooks.environments.tasks:Flee-v0 --policy "controller(file=FILE)"
 
-FILE is the checkpoint of a `pointnav` run with the same camera, image_size, --encoder,
---hidden-size and --lstm-layers. Its weights stay as they are. What learns is a planner, which tells
-the agent at every step where to go:
+FILE is the checkpoint of a `pointnav` run with the same camera, image_size, --hidden-size and
+--lstm-layers. Its weights stay as they are. What learns is a planner, which tells the agent at
+every step where to go:
 
     image -> encoder --+--> planner's LSTM ----+--> value
                        |                       |
@@ -18,8 +17,6 @@ the agent at every step where to go:
 The agent is differentiable: PPO's gradient flows through it to the goal.
 """
 
-import copy
-
 import torch
 from torch import nn
 
@@ -28,20 +25,20 @@ import ver_ppo
 
 class Planner(ver_ppo.Policy):
     """A policy whose `heads` give a goal instead of a distribution: distance in m, cosine and sine
-    of the bearing (of any length). It has no encoders: it gets features, a dictionary like the
-    observations, with the goal or without."""
+    of the bearing (of any length). It has no encoders: it gets the agent's features in the place of
+    observations."""
 
-    def __init__(self, spec, options):
-        blind = copy.copy(spec)
-        blind.observations = {k: space for k, space in spec.observations.items() if k != "goal"}
-        super().__init__(blind, options)
-        self.seen = list(self.encoders)
-        del self.encoders, self.log_ent_coef  # the agent's encoders and coefficient are used
+    def __init__(self, spec, options, encoders):
+        self.seen = encoders  # a list: they are the agent's, not the planner's
+        super().__init__(spec, options)
+        del self.log_ent_coef  # the agent's is used
         self.actor = ver_ppo.orthogonal(nn.Linear(options.hidden_size, 3), 0.01)
 
+    def make_encoders(self, spec, options):
+        return self.seen
+
     def encode(self, features, prev_action_BA, first_B):
-        parts = [features[key] for key in self.seen]
-        return torch.cat([*parts, self.embed(prev_action_BA, first_B)], dim=1)
+        return torch.cat([*features, self.embed(prev_action_BA, first_B)], dim=1)
 
     def heads(self, core_BH):
         out_B3 = self.actor(core_BH)
@@ -52,22 +49,40 @@ class Planner(ver_ppo.Policy):
 
 
 class NeuralController(ver_ppo.Policy):
-    """A frozen agent, whose weights --init-from takes from its checkpoint by their names, and a
-    planner that sets its goals. The rows of the recurrent state are the planner's, then the
-    agent's.
+    """A frozen agent, whose weights come from the checkpoint `file` by their names, and a planner
+    that sets its goals. The rows of the recurrent state are the planner's, then the agent's.
 
     Raises UserError if there is no goal to be set, no image, or no agent.
     """
 
-    def __init__(self, spec, options):
-        check(spec, options)
+    def __init__(self, spec, options, file=None):
         super().__init__(spec, options)
+        seen = [encoder for encoder in self.encoders if encoder.keys != ["goal"]]
+        if not seen or len(seen) == len(self.encoders):
+            needs = "images, and the observation `goal` of pointnav, Flee and Explore"
+            raise ver_ppo.UserError(f"controller needs {needs}")
+        if not (options.resume or options.checkpoint):  # else all weights come from there
+            self.take_agent(file)
         learns = self.log_ent_coef.requires_grad
-        self.requires_grad_(False)
+        self.requires_grad_(False).eval()
         self.log_ent_coef.requires_grad_(learns)
-        self.planner = Planner(spec, options)
+        self.planner = Planner(spec, options, seen)
         self.rows, hidden = self.state_shape  # of each of the two
         self.state_shape = (2 * self.rows, hidden)
+
+    def take_agent(self, file):
+        """The agent's weights. Raises UserError."""
+        if not file:
+            raise ver_ppo.UserError("controller: give an agent's checkpoint, controller(file=FILE)")
+        saved = ver_ppo.load_checkpoint(file)["policy"]
+        own = self.log_ent_coef.detach().clone()
+        try:
+            self.load_state_dict(saved)
+        except RuntimeError as error:
+            reason = " ".join(str(error).split())[:300]
+            advice = "give the --env-kwargs and sizes of that run"
+            raise ver_ppo.UserError(f"controller: {file}: {reason}: {advice}") from None
+        self.log_ent_coef.data.copy_(own)
 
     @property
     def critic(self):
@@ -77,46 +92,38 @@ class NeuralController(ver_ppo.Policy):
 
     def look(self, obs):
         """What planner and agent see, computed once for both: the features of everything but the
-        goal, by their observation's key."""
+        goal."""
         with torch.no_grad():
-            return {key: self.encoders[key](obs) for key in self.planner.seen}
+            return [encoder(obs) for encoder in self.planner.seen]
 
-    def encode(self, features, prev_action_BA, first_B):
-        """The agent's: as Policy.encode, but for what `look` has computed."""
-        parts = [
-            encoder(features) if key == "goal" else features[key]
-            for key, encoder in self.encoders.items()
-        ]
+    def encode(self, seen, prev_action_BA, first_B):
+        """The agent's: as Policy.encode, but for what `look` has computed, and the planner's goal.
+        """
+        features, goal_B3 = seen
+        features = iter(features)
+        parts = []
+        for encoder in self.encoders:
+            of_goal = encoder.keys == ["goal"]
+            parts.append(encoder({"goal": goal_B3}) if of_goal else next(features))
         return torch.cat([*parts, self.embed(prev_action_BA, first_B)], dim=1)
 
     def step(self, obs, prev_action_BA, first_B, state_B):
         """As Policy.step: the planner's goal and value, then what the agent does about the goal."""
-        seen = self.look(obs)
+        features = self.look(obs)
         own_B = state_B[:, : self.rows]
         agent_B = state_B[:, self.rows :]
-        goal_B3, value_B, own_B = self.planner.step(seen, prev_action_BA, first_B, own_B)
-        seen["goal"] = goal_B3
+        goal_B3, value_B, own_B = self.planner.step(features, prev_action_BA, first_B, own_B)
+        seen = features, goal_B3
         distribution, _, agent_B = super().step(seen, prev_action_BA, first_B, agent_B)
         return distribution, value_B, torch.cat([own_B, agent_B], dim=1)
 
     def sequences(self, obs, prev_action_MA, first_M, state_Q, batch_sizes):
         """As Policy.sequences; features and core are the planner's."""
-        seen = self.look(obs)
+        features = self.look(obs)
         own_Q = state_Q[:, : self.rows]
         agent_Q = state_Q[:, self.rows :]
         inputs = (prev_action_MA, first_M)
-        goal_M3, value_M, extras = self.planner.sequences(seen, *inputs, own_Q, batch_sizes)
-        seen["goal"] = goal_M3
+        goal_M3, value_M, extras = self.planner.sequences(features, *inputs, own_Q, batch_sizes)
+        seen = features, goal_M3
         distribution, _, _ = super().sequences(seen, *inputs, agent_Q, batch_sizes)
         return distribution, value_M, extras
-
-
-def check(spec, options):
-    """Raise UserError for what a neural controller cannot work with."""
-    if not (options.init_from or options.resume or options.checkpoint):
-        raise ver_ppo.UserError("NeuralController: its agent comes from --init-from FILE")
-    if options.cpc or options.bf16 or options.reset != "nothing":
-        raise ver_ppo.UserError("NeuralController has no --cpc, --bf16 and --reset: leave them out")
-    if options.encoder == "none" or "goal" not in spec.observations:
-        needs = "images, and the observation `goal` of pointnav, Flee and Explore"
-        raise ver_ppo.UserError(f"NeuralController needs {needs}")

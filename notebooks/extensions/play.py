@@ -1,12 +1,19 @@
-"""Load what was trained, and let it act: one robot, one episode, no trainer."""
+"""Load what was trained, and let it act: one robot, one episode, no trainer. Or film it:
 
-from dataclasses import fields
+    python -m notebooks.extensions.play runs/pointnav__ver__1__1700000000 --gif film.gif
+"""
+
+import sys
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
 import torch
+import tyro
 
 import ver_ppo
+
+MOST_FRAMES = 1000  # of an episode that is filmed
 
 
 def load_policy(folder):
@@ -15,7 +22,7 @@ def load_policy(folder):
     saved = ver_ppo.load_checkpoint(path)["options"]
     known = {field.name for field in fields(ver_ppo.Options)}  # not ver_multigpu's, say
     kept = {name: value for name, value in saved.items() if name in known}
-    options = ver_ppo.Options(**kept | {"device": "cpu"})
+    options = ver_ppo.Options(**kept | {"device": "cpu", "resume": str(folder)})
     policy = ver_ppo.make_policy(ver_ppo.describe_env(options), options)
     ver_ppo.load_policy(policy, path)
     return policy, options
@@ -71,3 +78,58 @@ def play(policy, env, seed):
         observation, _, terminated, truncated, env.info = env.step(action)
         ended = terminated or truncated
         yield env
+
+
+def frames(folder, episodes=3):
+    """Play validation episodes of a run, at most MOST_FRAMES steps of each: yields the pictures
+    that the environment renders. Raises UserError."""
+    policy, options = load_policy(folder)
+    options = replace(options, env_kwargs=(*options.env_kwargs, "render_mode=rgb_array"))
+    agent_spec = ver_ppo.describe_env(options)
+    env = ver_ppo.make_env(options, "val")
+    for seed in range(episodes):
+        agent = Agent(policy, agent_spec)
+        observation, _ = env.reset(seed=seed)
+        for _ in range(MOST_FRAMES):
+            picture = env.render()
+            if np.ndim(picture) != 3:
+                raise ver_ppo.UserError(f"{options.env_id} renders no pictures")
+            yield picture
+            observation, _, terminated, truncated, _ = env.step(agent.act(observation))
+            if terminated or truncated:
+                break
+    env.close()
+
+
+def film(folder, path, episodes=3):
+    """Write a gif of some validation episodes of a run. Raises UserError."""
+    from PIL import Image
+
+    pictures = (Image.fromarray(frame).quantize() for frame in frames(folder, episodes))
+    first = next(pictures)
+    first.save(path, save_all=True, append_images=pictures, duration=100, loop=0)
+
+
+@dataclass(frozen=True)
+class Options:
+    """Film what a run has learned."""
+
+    run: tyro.conf.Positional[Path]  # its folder
+    gif: Path = Path("film.gif")  # where to write the film
+    episodes: int = 3  # of the validation split
+
+
+def main(argv=None):
+    """Command line. Exit status 0, or 2 with one line that says why."""
+    options = tyro.cli(Options, args=argv)
+    try:
+        film(options.run, options.gif, options.episodes)
+    except ver_ppo.UserError as error:
+        print(f"play.py: {error}", file=sys.stderr)
+        return 2
+    print(f"film: {options.gif}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -69,15 +69,15 @@ class Options(ver_multigpu.Options):
 
     def __post_init__(self):
         super().__post_init__()
-        numbers = f"0..{self.population_size - 1}: --population-size"
-        rules = [
-            (self.population_size > 2, "population_size", "must be 3 or more"),
-            (0 < self.evolve_interval < math.inf, "evolve_interval", "must be a positive number"),
-            (self.evolve_after >= 0, "evolve_after", "must be 0 or more"),
-            (0 <= self.member < self.population_size, "member", f"must be within {numbers}"),
-            (not self.checkpoint, "checkpoint", "is evaluated by ver_ppo.py"),
-        ]
-        ver_ppo.check_rules(self, rules)
+        if self.population_size < 3:
+            ver_ppo.refuse(self, "population_size", "must be 3 or more")
+        if not 0 < self.evolve_interval < math.inf:
+            ver_ppo.refuse(self, "evolve_interval", "must be a positive number")
+        if self.evolve_after < 0:
+            ver_ppo.refuse(self, "evolve_after", "must be 0 or more")
+        if not 0 <= self.member < self.population_size:
+            numbers = f"0..{self.population_size - 1}"
+            ver_ppo.refuse(self, "member", f"must be within {numbers}: --population-size")
 
 
 @dataclass(frozen=True)
@@ -238,14 +238,19 @@ class Evolved(Exception):
 class MemberRun(ver_multigpu.RankRun):
     """A member's run: compares itself with the others after each checkpoint."""
 
-    def __init__(self, ranks, options, spec, *args):
-        if options.evolve_by not in spec.episode_columns:
-            measured = ", ".join(spec.episode_columns)
-            ver_ppo.refuse(options, "evolve_by", f"is not measured here: {measured} are")
-        self.column = spec.episode_columns.index(options.evolve_by)
+    def __init__(self, options):
         self.best = -math.inf  # score since the last decision
         self.evolved = None  # options by which its changed checkpoint has to go on
-        super().__init__(ranks, options, spec, *args)
+        super().__init__(options)
+
+    def restore(self):
+        options = self.options
+        columns = self.spec.episode_columns
+        if options.evolve_by not in columns:
+            measured = ", ".join(columns)
+            ver_ppo.refuse(options, "evolve_by", f"is not measured here: {measured} are")
+        self.column = columns.index(options.evolve_by)
+        super().restore()
 
     def log(self, rollout, logs):
         """As RankRun.log. Raises Evolved in all ranks if rank 0 has decided to change the
@@ -354,7 +359,7 @@ def join(options):
     another environment, or from elsewhere."""
     folder = folder_of(options, options.member)
     if options.resume and Path(options.resume).resolve().parent != folder.resolve():
-        advice = "is no run of this member: give --init-from to begin with its weights"
+        advice = "is no run of this member: give --extensions transfer(file=...) for its weights"
         ver_ppo.refuse(options, "resume", advice)
     options = replace(
         options,
@@ -371,7 +376,7 @@ def join(options):
         ver_ppo.refuse(options, "member", f"{learned}: give another folder")
     kept = evolving(saved) | {"seed": saved["seed"]}
     resume = str(found[-1].parent)
-    return replace(options, resume=resume, init_from=None, reset="nothing", **kept)
+    return replace(options, resume=resume, **kept)
 
 
 @contextlib.contextmanager

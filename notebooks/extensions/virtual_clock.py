@@ -8,6 +8,7 @@ import torch
 from gymnasium import spaces
 
 import ver_ppo
+from notebooks.extensions.overlap import Trajectories
 
 OBSERVATION = {"obs": spaces.Box(-np.inf, np.inf, (4,), np.float32)}
 SPEC = ver_ppo.EnvSpec(OBSERVATION, spaces.Discrete(3), ())
@@ -101,32 +102,25 @@ class IdlePolicy(ver_ppo.Policy):
         return Zeros(len(first_B)), torch.zeros(len(first_B)), state_B
 
 
-def build(workers, num_envs, num_steps, policy_class=ver_ppo.Policy, **options):
-    """Policy, rollout and collector of the shipped code on virtual workers."""
+def build(workers, num_envs, num_steps, policy_class=ver_ppo.Policy, sampler="ver", **options):
+    """Policy, rollout and collector of the shipped code on virtual workers; sampler: ver, nover,
+    sync or async."""
+    collector_class = Trajectories if sampler == "async" else ver_ppo.Collector
     sizes = {"num_envs": num_envs, "num_steps": num_steps, "num_workers": 0, "hidden_size": 8}
-    options = ver_ppo.Options(**sizes, **options)
+    known = "ver" if sampler == "async" else sampler
+    options = ver_ppo.Options(**sizes, sampler=known, **options)
     policy = policy_class(SPEC, options)
     torch.nn.init.normal_(policy.actor.weight)
     torch.nn.init.ones_(policy.critic.scale)  # else all values are 0
     size = (options.rollout_steps, num_envs, policy.state_shape)
     rollout = ver_ppo.Rollout(SPEC, *size, torch.device("cpu"))
-    c = ver_ppo.Collector(workers, workers.io, policy, SPEC, options)
-    c.trajectories = ver_ppo.Trajectories(SPEC, policy, options)
-    return policy, rollout, c
-
-
-def collect(policy, rollout, c):
-    """One rollout, by whichever sampler."""
-    if c.options.sampler == "async":
-        c.trajectories.collect(policy, rollout, c)
-    else:
-        ver_ppo.collect_rollout(policy, rollout, c)
+    return policy, rollout, collector_class(policy, workers, workers.io, SPEC, options)
 
 
 def taken(rollout):
     """What tells a rollout's steps, copied: environment, observation, reward, first and last of an
     episode."""
-    new = slice(int(rollout.size))
+    new = slice(int(rollout.rows))
     obs = rollout.obs["obs"].numpy()
     columns = (rollout.env, obs, rollout.reward, rollout.first, rollout.done)
     return [column[new].copy() for column in columns]
@@ -156,15 +150,15 @@ def run(sampler, duration, num_envs, num_steps, updates, inference_sec=0.0, lear
     the number of steps that were learned from, the seconds that it took, and what happened when:
     the steps (environment, begin, seconds) and the learning (begin, seconds)."""
     workers = VirtualWorkers(num_envs, duration, inference_sec=inference_sec)
-    policy, rollout, c = build(workers, num_envs, num_steps, IdlePolicy, sampler=sampler)
+    _, rollout, c = build(workers, num_envs, num_steps, IdlePolicy, sampler)
     phases = []
     learned_at = 0.0
     for c.version in range(updates):
-        collect(policy, rollout, c)
+        c.collect(rollout)
         if sampler == "async":  # collecting goes on as soon as the learner has taken the rollout
             workers.now = max(workers.now, learned_at)
         phases.append((workers.now, learning_sec))
         learned_at = workers.now + learning_sec
         if sampler != "async":
             workers.now = learned_at
-    return updates * rollout.steps, learned_at, workers.spans, phases
+    return updates * rollout.capacity, learned_at, workers.spans, phases

@@ -1,0 +1,234 @@
+"""Collecting while the main process learns, in another process.
+
+    python ver_ppo.py --env-id pointnav --extensions overlap
+    python ver_ppo.py --env-id pointnav --extensions async --learning-rate 1e-3
+
+`overlap` (HTS-RL, Liu et al. 2020; VER appendix E): the next rollout is collected, by any
+--sampler, while this one is learned from. `async` (Sample Factory's APPO, Petrenko et al. 2020):
+environments never stop, in trajectories of T steps. Either way the data are older than the policy
+that learns, and V-trace (Espeholt et al. 2018) corrects their returns. Of many GPUs' ranks, each
+overlaps; with --preemption none, because nobody tells the collecting process to stop early.
+"""
+
+import contextlib
+import copy
+import itertools
+import select
+import time
+import traceback
+
+import numpy as np
+import torch
+from torch import nn
+
+import ver_ppo
+from ver_ppo import EnvironmentFailure, UserError
+
+
+def flat_weights(policy):
+    """All weights of a policy as one vector, whatever their layout in memory."""
+    return torch.cat([weight.detach().flatten() for weight in policy.parameters()])
+
+
+def to_device(rollout, device):
+    """The same table, with observations and states on this device."""
+    there = copy.copy(rollout)
+    there.device = device
+    there.obs = {key: part.to(device) for key, part in rollout.obs.items()}
+    there.state = rollout.state.to(device)
+    return there
+
+
+class Overlap(ver_ppo.Run):
+    """Another process fills one of two rollouts while the learner uses the other."""
+
+    max_lag = 1
+
+    def rollouts(self):
+        """Most of a rollout is by the policy one update before; every inference batch acts by the
+        newest weights that there are.
+
+        Rollouts and weights travel through shared CPU memory. Version v of the weights is row
+        v % 2, which the process uses without a copy, and which version v + 2 will overwrite, at the
+        end of an update. Before that update began, the process had handed its rollout over, and
+        version v + 1 was there, which it has used since then: so nobody acts by a row while it is
+        written. (Its number follows the weights by microseconds, far longer than any processor
+        holds a store back.) Raises EnvironmentFailure if the process ends.
+        """
+        policy = self.policy
+        device = next(policy.parameters()).device
+        weights = flat_weights(policy).cpu()
+        weights = torch.stack([weights, weights]).share_memory_()
+        version = torch.tensor(self.update).share_memory_()
+        rollouts = [self.make_rollout() for _ in range(2)]
+        context = ver_ppo.process_context()
+        inbox, commands = context.Pipe(duplex=False)
+        messages, outbox = context.Pipe(duplex=False)
+        what = self.spec, self.options, self.step, self.collector_class
+        args = inbox, outbox, *what, rollouts, weights, version
+        process = context.Process(target=collector_process, args=args)
+        process.start()
+        inbox.close()  # only the process has these ends: when it dies, the messages end
+        outbox.close()
+        try:
+            ver_ppo.send_numbers(commands, [0])
+            for number in itertools.cycle([0, 1]):
+                while process.exitcode is None and not messages.poll(1.0):
+                    if self.enough():
+                        yield rollouts[number]
+                try:
+                    if not messages.poll():
+                        raise EOFError
+                    message = messages.recv()  # what is new of the rollout, or why there is none
+                    if isinstance(message, Exception):
+                        raise message
+                    ver_ppo.send_numbers(commands, [1 - number])
+                except (EOFError, BrokenPipeError):
+                    process.join(5)
+                    reason = f"the collecting process died with exit code {process.exitcode}"
+                    raise EnvironmentFailure(reason) from None
+                vars(rollouts[number]).update(message)
+                yield to_device(rollouts[number], device)
+                weights[(version + 1) % 2] = flat_weights(policy).cpu()
+                version += 1
+        finally:
+            commands.close()  # it leaves when its pipe ends
+            ver_ppo.end_process(process, 10)
+
+    def make_rollout(self):
+        """A rollout in shared memory."""
+        size = self.options.rollout_steps, self.options.num_envs, self.policy.state_shape
+        rollout = ver_ppo.Rollout(self.spec, *size, torch.device("cpu"))
+        ver_ppo.share_memory([*rollout.obs.values(), rollout.state])
+        return rollout
+
+    def add_returns(self, rollout):
+        """As Run.add_returns, corrected by what the policy that learns finds now."""
+        add_corrected_returns(self.policy, rollout, self.options)
+        return rollout.rows
+
+
+def collector_process(inbox, outbox, spec, options, step, collector_class, rollouts, *published):
+    """Body of that process: collect into the rollout whose number arrives, until the main process
+    ends the pipe or dies."""
+    ver_ppo.lead_group()
+    torch.set_num_threads(1)
+    torch.manual_seed(ver_ppo.derive_seed(ver_ppo.SEED_OF_COLLECTOR, options.seed, step))
+
+    def ended(rows=0):
+        ready, _, _ = select.select([inbox], [], [], 0)
+        return bool(ready)
+
+    def step_by_newest_weights(*inputs):
+        weights, version = published
+        if collector.version != version:
+            collector.version = int(version)
+            newest = weights[collector.version % 2].to(device)
+            nn.utils.vector_to_parameters(newest, policy.parameters())
+        return own_step(*inputs)
+
+    try:
+        device = ver_ppo.choose_device(options)
+        policy = ver_ppo.make_policy(spec, options).to(device).requires_grad_(False)
+        own_step = policy.step
+        policy.step = step_by_newest_weights
+        io = ver_ppo.EnvIO(spec, options.num_envs, first_episode=step)
+        with contextlib.closing(ver_ppo.make_workers(options, "train", spec, io)) as workers:
+            collector = collector_class(policy, workers, io, spec, options, ended)
+            collector.version = -1
+            while numbers := ver_ppo.read_numbers(inbox):
+                rollout = rollouts[numbers[0]]
+                collector.collect(rollout)
+                if not ended():
+                    news = "rows", "bootstrap", "clock"
+                    outbox.send({name: getattr(rollout, name) for name in news})
+    except (EnvironmentFailure, UserError) as error:
+        outbox.send(error)
+    except Exception:
+        outbox.send(EnvironmentFailure(traceback.format_exc()))
+
+
+class Trajectories(ver_ppo.Collector):
+    """Sample Factory's sampling (section 3.1): environments never stop, each fills trajectories of
+    T steps by the newest weights, and a rollout is the N trajectories that were finished first, no
+    matter by which environments."""
+
+    def __init__(self, policy, workers, io, spec, options, *more):
+        super().__init__(policy, workers, io, spec, options, *more)
+        size = options.rollout_steps, options.num_envs, policy.state_shape
+        self.unfinished = ver_ppo.Rollout(spec, *size, self.device)  # T steps of each environment
+        self.finished = []  # environments whose trajectory waits to be copied
+
+    @torch.inference_mode()
+    def collect(self, rollout):
+        """Collect one rollout: its segments are trajectories, its bootstrap values those of the
+        steps after them."""
+        began_at = time.perf_counter()
+        rollout.rows = 0
+        self.waited_sec = 0.0
+        self.hand_over(rollout)
+        while not self.is_full(rollout):
+            env_B = self.await_answers(most=self.options.num_envs)
+            acted_B = env_B[self.in_flight_N[env_B]]
+            row_B = acted_B * self.options.num_steps + self.given_N[acted_B]
+            self.complete_steps(self.unfinished, acted_B, row_B)
+            self.act(env_B)
+            full_B = acted_B[self.given_N[acted_B] == self.options.num_steps]
+            self.given_N[full_B] = 0
+            self.finished += full_B.tolist()
+            self.hand_over(rollout)
+        rollout.clock = (began_at, time.perf_counter(), self.waited_sec)
+
+    def hand_over(self, rollout):
+        """Copy finished trajectories into the rollout, while there is room."""
+        time_T = np.arange(self.options.num_steps)
+        while self.finished and rollout.rows < rollout.capacity:
+            e = self.finished.pop(0)
+            row_T = rollout.rows + time_T
+            segment = rollout.rows // len(time_T)
+            rollout.copy(row_T, self.unfinished, e * len(time_T) + time_T)
+            rollout.segment[row_T] = segment
+            rollout.bootstrap[segment] = self.pending.value[e]
+            rollout.rows += len(time_T)
+
+
+class Async(Overlap):
+    """As Overlap, but environments never stop. The weights in the loss count trajectories, which
+    are equally long, so all steps weigh the same, even where fast environments gave more of them.
+    """
+
+    collector_class = Trajectories
+    max_lag = 8  # the trajectory of a slow environment takes several updates
+
+
+@torch.no_grad()
+def reevaluate(policy, rollout, options):
+    """What V-trace needs of steps that older policies collected (IMPALA, section 4.1): value_S, the
+    policy's values now; and keep_S, min(1, ratio), the ratio being the action's probability now
+    divided by that when it was chosen."""
+    value_S = np.zeros(rollout.rows, np.float32)
+    keep_S = np.zeros(rollout.rows, np.float32)
+    steps = rollout.complete
+    sequences = ver_ppo.find_sequences(steps["segment"], steps["first"])
+    for minibatch in ver_ppo.cut_minibatches(sequences, options.num_minibatches):
+        batch = ver_ppo.make_batch(rollout, minibatch)
+        distribution, value_M, _ = ver_ppo.run_sequences(policy, batch)
+        ratio_M = (distribution.log_prob(batch["action"]) - batch["log_prob"]).exp()
+        found = torch.stack([value_M, ratio_M.clamp(max=1.0)]).cpu()  # one download
+        value_S[batch["step"]] = found[0]
+        keep_S[batch["step"]] = found[1]
+    return value_S, keep_S
+
+
+def add_corrected_returns(policy, rollout, options):
+    """As ver_ppo.add_returns, by V-trace: only so much of a step's advantage as `reevaluate` keeps
+    counts for its value's target and for the steps before it. The advantage itself is not
+    multiplied, because PPO's objective is. Where all ratios are 1, this is GAE."""
+    value_S, keep_S = reevaluate(policy, rollout, options)
+    steps = rollout.complete
+    columns = steps["segment"], steps["reward"], value_S, steps["done"], rollout.bootstrap
+    kept = options.gamma, options.gae_lambda * keep_S
+    advantage_S = ver_ppo.compute_advantages(*columns, *kept)
+    steps["advantage"] = advantage_S
+    steps["returns"] = value_S + keep_S * advantage_S
+    steps["weight"] = ver_ppo.importance_weights(steps["segment"], rollout.num_envs)

@@ -1,0 +1,66 @@
+"""A run's timeline: open it in ui.perfetto.dev or chrome://tracing.
+
+    python ver_ppo.py --env-id pointnav --extensions "trace(file=trace.json)"
+"""
+
+import contextlib
+import json
+import os
+import time
+
+import numpy as np
+
+import ver_ppo
+
+MOST_BYTES = 10_000_000  # more than a viewer likes
+
+
+class Trace(ver_ppo.Run):
+    """Each environment's steps, each inference batch with its size, each learning phase. Rank 1 of
+    many writes `FILE.1`, and so on."""
+
+    file: str = "trace.json"
+    trace = None
+
+    def open_folder(self):
+        rank = os.environ.get("RANK", "0")
+        path = self.file if rank == "0" else f"{self.file}.{rank}"
+        try:
+            self.trace = open(path, "w")
+        except OSError as error:
+            raise ver_ppo.UserError(f"trace: {path} cannot be written ({error.strerror})") from None
+        super().open_folder()
+
+    def describe(self, rollout, logs):
+        """Add an update; says so if that fails (a full disk), and goes on without."""
+        try:
+            if self.trace and self.trace.tell() < MOST_BYTES:
+                write_trace(self.trace, rollout.complete, logs["time/learning_sec"])
+        except OSError as error:
+            self.bar.write(f"the trace ends at step {self.step}: {error}")
+            self.trace = None
+        return super().describe(rollout, logs)
+
+    def close(self):
+        super().close()
+        if self.trace:
+            with contextlib.suppress(OSError):  # a full disk: said before
+                self.trace.write("\n]\n")
+                self.trace.close()
+
+
+def write_trace(file, steps, learning_sec):
+    """Append steps and the learning from them, which has just ended, in Chrome's trace format."""
+    spans = []  # lane, name, begin, seconds
+    for e, began_at, sec in steps[["env", "began_at", "step_sec"]].tolist():
+        spans.append((f"environment {e}", "step", began_at, sec))
+    batches = np.unique(steps["sent_at"], return_index=True, return_counts=True)
+    for sent_at, index, size in zip(*batches):
+        began_at = steps["inference_at"][index]
+        spans.append(("inference", f"batch of {size}", began_at, sent_at - began_at))
+    spans.append(("learner", "learning", time.perf_counter() - learning_sec, learning_sec))
+    for lane, name, began_at, sec in spans:
+        event = {"name": name, "ph": "X", "pid": lane, "tid": lane}
+        event |= {"ts": round(1e6 * began_at), "dur": round(1e6 * sec)}
+        file.write(",\n" if file.tell() else "[\n")
+        file.write(json.dumps(event))

@@ -1,0 +1,61 @@
+"""Transfer to another task (DD-PPO section 6): begin with the weights of another run.
+
+    python ver_ppo.py --env-id notebooks.environments.tasks:Flee-v0
+        --extensions "transfer(file=runs/.../checkpoint.pt, freeze=True, reset=critic)"
+"""
+
+import ver_ppo
+
+RESETS = "nothing", "critic", "policy"
+
+
+class Transfer(ver_ppo.Run):
+    """A new run takes the weights of the checkpoint `file`, as far as names and shapes agree, but
+    for what `reset` names: `critic`, or `policy`, all but the encoders. With `freeze`, the
+    encoders of images do not learn, statistics included. A resumed run loads nothing."""
+
+    file: str | None = None
+    freeze: bool = False
+    reset: str = "nothing"
+
+    def restore(self):
+        if self.reset not in RESETS:
+            raise ver_ppo.UserError(f"transfer: reset={self.reset}: must be one of {RESETS}")
+        if not self.options.resume:
+            if not self.file:
+                raise ver_ppo.UserError("transfer: give a checkpoint: transfer(file=FILE)")
+            start_from(self.policy, self.file, self.reset)
+        super().restore()
+        if self.freeze:
+            for encoder in image_encoders(self.policy):
+                encoder.requires_grad_(False).eval()
+
+
+def image_encoders(policy):
+    """Those encoders of a policy that read images."""
+    return [encoder for encoder in policy.encoders if hasattr(encoder, "images")]
+
+
+def start_from(policy, path, reset):
+    """Put the weights of a checkpoint into a policy. Raises UserError if encoders, or other weights
+    that do not learn, are not among them."""
+    saved = ver_ppo.load_checkpoint(path)["policy"]
+    own = policy.state_dict()
+    weights = dict(policy.named_parameters())
+    may_differ = "log_ent_coef", "critic.scale"
+    fixed = {name for name in weights if not weights[name].requires_grad}
+    fixed = {name for name in fixed if not name.endswith(may_differ)}
+    new = {name for name in own if name not in saved or saved[name].shape != own[name].shape}
+    if reset == "critic":
+        new |= {name for name in own if name.startswith("critic.")}
+    if reset == "policy":
+        new |= {name for name in own if not name.startswith("encoders.")} - fixed
+    unfit = [name for name in new if name in fixed or name.startswith("encoders.")]
+    if unfit:
+        advice = "give the --policy, --env-kwargs and sizes of that run"
+        reason = f"its network is another one ({min(unfit)})"
+        raise ver_ppo.UserError(f"transfer: {path}: {reason}: {advice}")
+    new |= {"log_ent_coef"}
+    taken = {name: saved[name] for name in own.keys() - new}
+    policy.load_state_dict(own | taken)
+    print(f"{len(taken)} of {len(own)} tensors come from {path}; new: {sorted(new)}")
