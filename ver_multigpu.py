@@ -447,14 +447,7 @@ def begin_alike(ranks, run):
         ranks.call(dist.broadcast, parameter.data, 0)  # COLLECTIVE
 
 
-def train(options, run_class=RankRun):
-    """As ver_ppo.train, on all ranks; what this one alone fails of, which it has to say itself, is
-    a RankFailure."""
-    try:
-        return ver_ppo.train(options, run_class)
-    except (OSError, MemoryError, RuntimeError) as error:
-        rank = os.environ.get("RANK", "0")
-        raise RankFailure(f"rank {rank}: {ver_ppo.failure_text(error)}") from error
+train = functools.partial(ver_ppo.train, run_class=RankRun)
 
 
 def interrupted_run():

@@ -1105,7 +1105,6 @@ def ppo_update(policy, optimizer, rollout, rows, options, average=lambda tensors
 # `derive_seed`.
 
 CHEAP_STEP_SEC = 50e-6  # faster steps are not worth the two messages to another process
-LARGE_IMAGE = 128  # pixels
 TRIAL = 2**60  # number of the episode before that of `describe_env`: no run gets that far
 MAX_WORKERS = 128
 
@@ -1225,7 +1224,9 @@ def describe_env(options):
             check_wrappers(env)
             spec = EnvSpec(env.observation_space, env.action_space, metrics)
             check_spaces(spec)
-            announce(spec, options)
+            for key, space in spec.left_out.items():
+                kind = type(space).__name__
+                print(f"observation {key!r} is left out: {kind} is neither numbers nor choices")
             trial = CheckedEnvironment(0, options, "train", spec, EnvIO(spec, 1, TRIAL))
             trial.env = env
             trial.reset()
@@ -1268,18 +1269,6 @@ def check_spaces(spec):
     if not known and not isinstance(spec.action, (spaces.Discrete, spaces.MultiDiscrete)):
         kinds = "Discrete, MultiDiscrete and Box of floats"
         raise UserError(f"the action is {spec.action}: only {kinds} are supported")
-
-
-def announce(spec, options):
-    """Say what is left out of the observations, and which images are larger than need be."""
-    for key, space in spec.left_out.items():
-        kind = type(space).__name__
-        print(f"observation {key!r} is left out: {kind} is neither numbers nor choices")
-    for key, space in spec.observations.items():
-        layout = image_layout(space)
-        if layout and max(layout[1:3]) > LARGE_IMAGE and options.policy == "ver_ppo:Policy":
-            size = f"{layout[1]} x {layout[2]}"
-            print(f"observation {key!r} is an image of {size}: for a smaller one, {RESIZE}")
 
 
 def run_delay_sec():
@@ -1623,14 +1612,6 @@ class CheckedEnvironment(Environment):
         if not math.isfinite(reward):
             raise BadAnswer(f"reward is {reward}")
 
-    def metrics(self, info):
-        try:
-            return super().metrics(info)
-        except (KeyError, TypeError, ValueError) as error:
-            names = list(self.spec.metrics)
-            reason = f"{type(error).__name__}: {error}"
-            raise BadAnswer(f"the last info does not hold {names} as numbers ({reason})") from None
-
     def write(self, rows, leaves):
         shapes = {key: np.shape(leaf) for key, leaf in leaves.items()}
         known = self.spec.obs_shapes
@@ -1639,16 +1620,10 @@ class CheckedEnvironment(Environment):
         super().write(rows, leaves)
         for key, leaf in leaves.items():
             row = rows[key][self.number]
-            given = np.asarray(leaf).dtype
-            wanted = row.dtype
-            fits = given == wanted or np.can_cast(given, wanted, "same_kind")
-            if not fits and not np.array_equal(row, leaf):
-                raise BadAnswer(f"observation {key!r} is {given}, which does not fit in {wanted}")
-            if wanted.kind == "i" and row not in self.spec.observations[key]:
-                space = self.spec.observations[key]
-                raise BadAnswer(f"observation {key!r} is {row}, the observation space {space}")
-            if wanted.kind == "f" and not np.isfinite(row).all():
-                raise BadAnswer(f"observation {key!r} is not finite")
+            space = self.spec.observations[key]
+            kept = np.isfinite(row).all() if row.dtype.kind == "f" else np.array_equal(row, leaf)
+            if not kept or (row.dtype.kind == "i" and row not in space):
+                raise BadAnswer(f"observation {key!r} is {leaf}, the observation space {space}")
 
     def close(self):
         try:
@@ -2322,7 +2297,6 @@ ALIASES = {
     "trace": "notebooks.extensions.trace:Trace",
     "transfer": "notebooks.extensions.transfer:Transfer",
 }
-RESIZE = '--wrappers "notebooks.extensions.wrappers:Resize(height=84, width=84)"'
 
 
 def read_value(text):
@@ -2493,20 +2467,6 @@ def parse_options(argv, kind=Options):
     return options
 
 
-def failure_text(error):
-    """What to say of an error that ends a run. Raises it if it is none that can be expected, so
-    that its traceback is seen."""
-    if isinstance(error, (EnvironmentFailure, FloatingPointError, OSError)):
-        return str(error)
-    text = str(error) or "out of memory"
-    signs = "out of memory", "can't allocate memory"  # of a GPU; of the CPU
-    known = isinstance(error, RuntimeError) and any(sign in text for sign in signs)
-    if not known and not isinstance(error, MemoryError):
-        raise error
-    advice = "give more --num-minibatches, or less of --num-envs, --num-steps and sizes"
-    return f"{text.splitlines()[0]}: {advice}"
-
-
 def main(argv=None, kind=Options, train=train):
     """Command line. Exit status 0: done, 1: failed while running, 2: refused, 130 or 143: stopped
     by a signal."""
@@ -2527,8 +2487,8 @@ def main(argv=None, kind=Options, train=train):
         return 2
     except (Interrupted, KeyboardInterrupt) as error:  # in training; outside of it
         return 128 + (error.args or SIGNALS)[0]
-    except (EnvironmentFailure, FloatingPointError, OSError, MemoryError, RuntimeError) as error:
-        print(f"{program}: {failure_text(error)}", file=sys.stderr)
+    except (EnvironmentFailure, FloatingPointError, OSError) as error:
+        print(f"{program}: {error}", file=sys.stderr)
         return 1
 
 

@@ -401,7 +401,7 @@ def only_one(options):
 
 def train(options):
     """Train until the end, or until the member's checkpoint is changed: raises Evolved."""
-    return ver_multigpu.train(options, MemberRun)
+    return ver_ppo.train(options, MemberRun)
 
 
 def train_member(options):
