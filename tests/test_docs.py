@@ -8,7 +8,6 @@ from dataclasses import fields
 from types import SimpleNamespace
 
 import pytest
-from conftest import ROOT
 
 import ver_multigpu
 import ver_ppo
@@ -23,6 +22,7 @@ from notebooks.extensions import (
     virtual_ranks,
     wrappers,
 )
+from tests.helpers import ROOT
 
 pytestmark = pytest.mark.quick
 

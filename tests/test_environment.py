@@ -13,7 +13,7 @@ import tests.envs as envs
 import ver_ppo
 from notebooks.environments import pointnav
 from notebooks.extensions import wrappers
-from tests.test_run import one_line, run_folders, small
+from tests.helpers import make_environment, one_line, run_folders, small
 
 STOP, FORWARD, LEFT, RIGHT = range(4)
 
@@ -291,14 +291,6 @@ def test_the_simulator_is_said_once(monkeypatch, capsys, where):
     pointnav.choose_simulator.cache_clear()
     ver_ppo.make_env(ver_ppo.Options(env_kwargs=("simulator=builtin",)))
     assert len(tried) == 1 and capsys.readouterr().out == ""
-
-
-def make_environment(env_id, number=0, **options):
-    """An environment and the table that has its row."""
-    options = ver_ppo.Options(env_id=env_id, num_envs=number + 1, num_workers=0, **options)
-    spec = ver_ppo.describe_env(options)
-    io = ver_ppo.EnvIO(spec, number + 1)
-    return ver_ppo.Environment(number, options, "train", spec, io), io
 
 
 @pytest.mark.parametrize("env_id", ["tests.envs:Count-v0", "tests.envs:Autoreset-v0"])

@@ -19,8 +19,7 @@ import torch
 import ver_ppo
 from notebooks.extensions.virtual_clock import SPEC, VirtualWorkers, build
 from tests import envs
-from tests.benchmarks import soak
-from tests.test_run import (
+from tests.helpers import (
     ROOT,
     WHERE,
     alive_in_session,
@@ -34,6 +33,7 @@ from tests.test_run import (
     small,
     wait_until,
 )
+from tests.soaking import soak
 
 
 class Mortal(gym.Env):
@@ -697,9 +697,9 @@ def test_no_gradient_is_finite(tmp_path, monkeypatch, capsys):
 
 
 def test_small_soak(tmp_path):
-    """A short run of tests/benchmarks/soak.py: deaths, hangs, Ctrl-C, --resume; each step is
-    learned from once."""
-    wrong, sums, _ = soak.soak(
+    """A short run of what tests/benchmarks/soak.py does: deaths, hangs, Ctrl-C, --resume; each step
+    is learned from once."""
+    wrong, sums, _ = soak(
         0.4, 0.2, death_sec=1.5, hang_sec=4, num_envs=4, folder=tmp_path, say=print
     )
     assert not wrong, wrong

@@ -3,12 +3,9 @@ taken together."""
 
 import contextlib
 import io
-import itertools
 import os
 import shutil
 import signal
-import socket
-import subprocess
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
@@ -20,27 +17,24 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.nn.utils import parameters_to_vector
 
 import ver_multigpu
 import ver_ppo
 from notebooks.extensions.virtual_clock import SPEC, VirtualWorkers, build, collect
-from tests.benchmarks import scaling
-from tests.test_run import alive_in_session, differences, run_folders, small, wait_until
-
-
-def free_port():
-    with contextlib.closing(socket.socket()) as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
-def rank_environment(rank, size, port):
-    """What torchrun tells a rank (but for its agent, which most of these tests do without)."""
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    return dict(zip(names, map(str, (rank, rank, size, size, "127.0.0.1", port))))
+from notebooks.extensions.virtual_ranks import simulate
+from tests.helpers import (
+    alive_in_session,
+    differences,
+    free_port,
+    rank_environment,
+    run_folders,
+    small,
+    start,
+    stop,
+    wait_until,
+)
 
 
 def run_rank(function, rank, port, args):
@@ -307,7 +301,7 @@ def test_preemption_in_hindsight(sampler):
     step times of the last rollout comes close to the best S, which is known afterwards only, and is
     much better than waiting for all ranks."""
     rates = {
-        how: scaling.simulate(16, 4, 64, sampler, how, rollouts=60, seed=1)
+        how: simulate(16, 4, 64, sampler, how, rollouts=60, seed=1)
         for how in ("optimal", "threshold", "none")
     }
     optimal = rates["optimal"]
@@ -595,26 +589,6 @@ def test_signal_in_a_long_update(tmp_path):
 
 SLOW = "--env-id tests.envs:Count-v0 --num-workers 0 --checkpoint-interval 128 --rank-timeout 10"
 SLOW = [*SLOW.split(), "--wrappers", LATENCY.format(10)]
-
-
-def start(command, **environment):
-    """A process in a session of its own, which prints into a pipe."""
-    pipes = {
-        "stdout": subprocess.PIPE,
-        "stderr": subprocess.STDOUT,
-        "text": True,
-        "start_new_session": True,
-    }
-    return subprocess.Popen(
-        [sys.executable, *command], cwd=ROOT, env={**os.environ, **environment}, **pipes
-    )
-
-
-def stop(sessions):
-    """Kill what is left of these sessions of processes."""
-    for pid in itertools.chain(*map(alive_in_session, sessions)):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])

@@ -12,8 +12,7 @@ import torch
 import ver_ppo
 from notebooks.extensions import wrappers
 from tests import envs
-from tests.test_environment import make_environment
-from tests.test_run import logged, one_line, run_folders, run_here, saved, small
+from tests.helpers import logged, make_environment, one_line, run_folders, run_here, saved, small
 
 DEPTH = gym.spaces.Box(0, 1, (128, 128, 1), np.float32)
 RGB = gym.spaces.Box(0, 255, (128, 128, 3), np.uint8)

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, Phase, event, given, settings
 from hypothesis import strategies as st
 
 import ver_ppo
-from tests.test_run import nobody_left, run_folders, saved
+from tests.helpers import nobody_left, run_folders, saved
 
 INLINE = """
     num-envs 1 2 3, num-steps 1 2 7 16, sampler ver nover sync, max-requests 2 3 256

@@ -12,16 +12,12 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
 
 import ver_ppo
 from notebooks.extensions import population
 from notebooks.extensions.population import BOUNDS, Entry, evolve, mutate
-from tests.test_multigpu import free_port, start, stop
-from tests.test_run import one_line, run_here, same, saved
-
-sys.path.append(str(ROOT / "tests" / "benchmarks"))
-import evolution  # noqa: E402
+from tests.helpers import ROOT, free_port, one_line, run_here, same, saved, start, stop
+from tests.takeovers import equal_policies
 
 EPISODES = population.EPISODES
 OPTIONS = {
@@ -161,12 +157,10 @@ def test_equal_policies():
     at all if an episode is within a tenth of the mean; the more often, the noisier, because nothing
     here is a test of significance."""
     for size in (4, 8, 16):
-        shares = [
-            evolution.equal_policies(size, spread, 1600 // size) for spread in (0.1, 0.2, 0.5)
-        ]
+        shares = [equal_policies(size, spread, 1600 // size) for spread in (0.1, 0.2, 0.5)]
         assert shares[0] < 0.003 and shares[1] < 0.08 and shares[2] < 0.22, size
         # what the best score is for
-        assert evolution.equal_policies(size, 0.5, 1600 // size, looks=1) > 1.3 * shares[2]
+        assert equal_policies(size, 0.5, 1600 // size, looks=1) > 1.3 * shares[2]
 
 
 def test_donors_are_the_best():
