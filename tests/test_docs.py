@@ -4,6 +4,8 @@ the code stays small."""
 import doctest
 import operator
 import re
+import subprocess
+import sys
 from dataclasses import fields
 from types import SimpleNamespace
 
@@ -137,6 +139,13 @@ def test_arrows_run_one_way(folder):
                 path.name,
                 name,
             )
+
+
+def test_style():
+    """Every line fits into 100 columns, no name is unused or unknown, imports are in order."""
+    command = [sys.executable, "-m", "ruff", "check", "--no-cache", "--output-format", "concise"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_lesson():
