@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 import ver_ppo
 from tests.helpers import nobody_left, run_folders, saved
 
-INLINE = """
+INLINE = "env-id pointnav/8/depth pointnav/16/rgb pointnav/33/depth pointnav/64/rgb CartPole-v1"
+INLINE += " tests.envs:Everything-v0 tests.envs:Continuous-v0 tests.envs:Cue-v0"
+INLINE += """
     num-envs 1 2 3, num-steps 1 2 7 16, sampler ver nover sync, max-requests 2 3 256
     num-minibatches 1 2 4, update-epochs 1 3, wrappers Latency Delay Latency+Delay
     lstm-layers 0 1 2, hidden-size 2 8, encoder cnn none resnet18, cpc yes, norm-adv no
@@ -23,8 +25,6 @@ INLINE = """
     learner-threads auto 1 2, eval-episodes 0 1 5, checkpoint-interval 1 1000000
     max-worker-restarts 0 3, debug yes
 """
-INLINE += "env-id pointnav/8/depth pointnav/16/rgb pointnav/33/depth pointnav/64/rgb CartPole-v1"
-INLINE += " tests.envs:Everything-v0 tests.envs:Continuous-v0 tests.envs:Cue-v0"
 REMOTE = "num-workers 1 2 auto, sampler ver nover sync async, overlap yes no"
 WRAPPERS = {
     "Latency": "notebooks.extensions.wrappers:Latency(mean_ms=0.1)",
