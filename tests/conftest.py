@@ -7,7 +7,8 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path.insert(0, str(ROOT))
+pytest.register_assert_rewrite("tests.helpers")  # its assertions show their values, too
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,8 @@ import ver_ppo
 
 
 class Cue(gym.Env):
-    """Memory: a cue (0 or 1) is shown in the first observation only and asked for after `delay` steps; 1 if right."""
+    """Memory: a cue (0 or 1) is shown in the first observation only and asked for after `delay`
+    steps; 1 if right."""
 
     observation_space = spaces.Box(-1, 1, (2,), np.float32)
     action_space = spaces.Discrete(2)

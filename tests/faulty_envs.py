@@ -227,6 +227,8 @@ gym.register("Late-v0", f"{__name__}:Late", kwargs={"number": 0})
 for name in ("Broken", "Numbered", "Stuck", "Unusable"):
     gym.register(f"{name}-v0", f"{__name__}:{name}")
 for fault in ("raise", "exit", "reward"):
-    gym.register(f"Parent-{fault}-v0", f"{__name__}:Parent", kwargs={"fault": fault, "options": None})
+    gym.register(
+        f"Parent-{fault}-v0", f"{__name__}:Parent", kwargs={"fault": fault, "options": None}
+    )
 for fault in (*DEADLY, *RUBBISH):
     gym.register(f"Faulty-{fault}-v0", f"{__name__}:Faulty", kwargs={"fault": fault})

@@ -21,25 +21,34 @@ pytestmark = pytest.mark.quick
 
 
 def random_table(seed):
-    """Workers with random step times, between and within environments, and random episode ends; N and T."""
+    """Workers with random step times, between and within environments, and random episode ends; N
+    and T."""
     rng = np.random.default_rng(seed)
     num_envs, num_steps = int(rng.integers(1, 7)), int(rng.integers(2, 9))
-    seconds = rng.lognormal(0, 1, (num_envs, 1)) * rng.lognormal(0, rng.choice([0.0, 0.5, 1.5]), (num_envs, 997))
+    seconds = rng.lognormal(0, 1, (num_envs, 1)) * rng.lognormal(
+        0, rng.choice([0.0, 0.5, 1.5]), (num_envs, 997)
+    )
     if seed % 4 == 0:
         seconds = seconds.round() + 1  # many ties
     endings = rng.choice([None, "terminated", "truncated"], (num_envs, 997), p=[0.8, 0.1, 0.1])
     workers = VirtualWorkers(
-        num_envs, lambda e, step: seconds[e, step % 997], lambda e, step: endings[e, step % 997],
-        inference_sec=rng.choice([0.0, 0.3]), start_sec=lambda e: seconds[e, -1],
-    )  # fmt: skip
+        num_envs,
+        lambda e, step: seconds[e, step % 997],
+        lambda e, step: endings[e, step % 997],
+        inference_sec=rng.choice([0.0, 0.3]),
+        start_sec=lambda e: seconds[e, -1],
+    )
     return workers, num_envs, num_steps
 
 
 @pytest.mark.parametrize("seed", range(200))
 def test_random_speeds(seed):
-    """Under 200 random speed tables: rollouts of exactly T x N steps, and over all of them every step once, in order."""
+    """Under 200 random speed tables: rollouts of exactly T x N steps, and over all of them every
+    step once, in order."""
     workers, num_envs, num_steps = random_table(seed)
-    policy, rollout, c = build(workers, num_envs, num_steps, max_requests=1 + seed % 9, num_minibatches=1)
+    policy, rollout, c = build(
+        workers, num_envs, num_steps, max_requests=1 + seed % 9, num_minibatches=1
+    )
     rollouts = []
     for c.version in range(5):
         ver_ppo.collect_rollout(policy, rollout, c)
@@ -52,7 +61,8 @@ def test_random_speeds(seed):
 @pytest.mark.parametrize("sampler", ["ver", "nover", "sync", "async"])
 @pytest.mark.parametrize("seed", range(5))
 def test_early_end(sampler, seed):
-    """`enough` ends a rollout before it is full. Nothing is lost, and the next one goes on from there."""
+    """`enough` ends a rollout before it is full. Nothing is lost, and the next one goes on from
+    there."""
     workers, num_envs, num_steps = random_table(seed)
     policy, rollout, c = build(workers, num_envs, num_steps, sampler=sampler, num_minibatches=1)
     rng, rollouts = np.random.default_rng(seed), []
@@ -69,14 +79,19 @@ def test_early_end(sampler, seed):
 
 
 def test_carry_over():
-    """A step in flight at the end is the next rollout's, with the action, log-probability, value and version that it was sent
-    with; the environments that had answered go on under the new policy."""
+    """A step in flight at the end is the next rollout's, with the action, log-probability, value
+    and version that it was sent with; the environments that had answered go on under the new
+    policy."""
     workers = VirtualWorkers(3, lambda e, step: [1.0, 1.0, 17.0][e])
     policy, rollout, c = build(workers, 3, 8)
     ver_ppo.collect_rollout(policy, rollout, c)
     assert c.in_flight_N.tolist() == [False, False, True] and set(c.idle) == {0, 1}
-    names = "env segment version first prev_action action log_prob value inference_at sent_at".split()
-    in_flight = {name: getattr(c.pending, name)[2].copy() for name in names} | {"state": c.pending.state[2].clone()}
+    names = (
+        "env segment version first prev_action action log_prob value inference_at sent_at".split()
+    )
+    in_flight = {name: getattr(c.pending, name)[2].copy() for name in names} | {
+        "state": c.pending.state[2].clone()
+    }
     with torch.no_grad():
         policy.critic.bias += 1.0  # the update
     c.version = 1
@@ -85,18 +100,21 @@ def test_carry_over():
     for name, before in in_flight.items():
         np.testing.assert_array_equal(getattr(rollout, name)[step], before, err_msg=name)
     assert rollout.version[step] == 0 and rollout.reward[step] == pytest.approx(reward_of(2, 0))
-    assert (np.delete(rollout.version, step) == 1).all() and (rollout.sent_at < rollout.clock[0]).sum() == 1
+    assert (np.delete(rollout.version, step) == 1).all()
+    assert (rollout.sent_at < rollout.clock[0]).sum() == 1
 
 
 @torch.no_grad()
 def step_again(policy, rollout):
     """Distributions, values, and memories after each step, from what the rollout stores."""
-    prev_action, first = torch.from_numpy(rollout.prev_action.copy()), torch.from_numpy(rollout.first.copy())
+    prev_action = torch.from_numpy(rollout.prev_action.copy())
+    first = torch.from_numpy(rollout.first.copy())
     return policy.step(rollout.obs, prev_action, first, rollout.state)
 
 
 def test_steps_hold_what_was_known():
-    """Every step can be computed again from what it stores, and memories follow each other along each environment."""
+    """Every step can be computed again from what it stores, and memories follow each other along
+    each environment."""
     workers, num_envs, _ = random_table(7)
     policy, rollout, c = build(workers, num_envs, 40)
     ver_ppo.collect_rollout(policy, rollout, c)
@@ -104,24 +122,30 @@ def test_steps_hold_what_was_known():
     log_prob = distribution.log_prob(torch.from_numpy(rollout.action.copy()))
     np.testing.assert_allclose(value, rollout.value, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(log_prob, rollout.log_prob, rtol=1e-5, atol=1e-6)
-    assert log_prob.mean() == pytest.approx(-distribution.entropy().mean().item(), abs=0.1)  # actions are drawn from it
+    # actions are drawn from it
+    assert log_prob.mean() == pytest.approx(-distribution.entropy().mean().item(), abs=0.1)
     assert num_envs > 1 and rollout.first.sum() > num_envs + 5
     for e in range(num_envs):
         steps = np.flatnonzero(rollout.env == e)
         for earlier, later in zip(steps[:-1], steps[1:]):
-            torch.testing.assert_close(rollout.state[later], after[earlier] * (not rollout.first[later]))
+            torch.testing.assert_close(
+                rollout.state[later], after[earlier] * (not rollout.first[later])
+            )
             assert rollout.prev_action[later] == rollout.action[earlier]
 
 
 @pytest.mark.parametrize("sampler", ["ver", "nover"])
 def test_truncation_and_bootstrap_values(sampler):
-    """What follows a step has the value that the policy gives it by hand, with the memory and the last action of its episode:
-    for the final observation of a truncated one, of which the reward has the discounted value, and for what follows each
-    environment's last step, be it idle or its next step pending, also where `enough` ended the rollout."""
+    """What follows a step has the value that the policy gives it by hand, with the memory and the
+    last action of its episode: for the final observation of a truncated one, of which the reward
+    has the discounted value, and for what follows each environment's last step, be it idle or its
+    next step pending, also where `enough` ended the rollout."""
     found = {"truncated": 0, "idle": 0, "pending": 0}
     for seed in range(20):
         workers, num_envs, num_steps = random_table(seed)
-        policy, rollout, c = build(workers, num_envs, num_steps, sampler=sampler, num_minibatches=1, gamma=0.9)
+        policy, rollout, c = build(
+            workers, num_envs, num_steps, sampler=sampler, num_minibatches=1, gamma=0.9
+        )
         rng, steps_N = np.random.default_rng(seed), np.zeros(num_envs, int)
         c.enough = lambda *_: rng.random() < 0.02
         for c.version in range(4):
@@ -130,12 +154,19 @@ def test_truncation_and_bootstrap_values(sampler):
             for k, e in enumerate(env):
                 ending, reward = workers.ending(e, steps_N[e]), reward_of(e, steps_N[e])
                 steps_N[e] += 1
-                obs = torch.tensor(observation_of(e, steps_N[e], final=ending == "truncated")[None], dtype=torch.float32)
+                obs = torch.tensor(
+                    observation_of(e, steps_N[e], final=ending == "truncated")[None],
+                    dtype=torch.float32,
+                )
                 with torch.no_grad():
                     action = torch.from_numpy(rollout.action[[k]])
-                    value = policy.step({"obs": obs}, action, torch.tensor([False]), after[[k]])[1].item()
+                    value = policy.step({"obs": obs}, action, torch.tensor([False]), after[[k]])[
+                        1
+                    ].item()
                 assert rollout.done[k] == (ending is not None)
-                assert rollout.reward[k] == pytest.approx(reward + 0.9 * value * (ending == "truncated"), rel=1e-4, abs=1e-5)
+                assert rollout.reward[k] == pytest.approx(
+                    reward + 0.9 * value * (ending == "truncated"), rel=1e-4, abs=1e-5
+                )
                 found["truncated"] += ending == "truncated"
                 if ending is None and e not in env[k + 1 :]:
                     assert rollout.bootstrap[e] == pytest.approx(value, rel=1e-4, abs=1e-5)
@@ -144,12 +175,14 @@ def test_truncation_and_bootstrap_values(sampler):
 
 
 def test_dynamic_batch():
-    """A batch is all that have answered, in order of arrival, up to the limits; who waits is told that it is enough."""
+    """A batch is all that have answered, in order of arrival, up to the limits; who waits is told
+    that it is enough."""
     arrivals = [1.0, 1.0, 1.0, 2.0, 5.0]
     workers = VirtualWorkers(5, lambda e, step: 1.0, start_sec=lambda e: arrivals[e])
     _, _, c = build(workers, 5, 4, max_requests=2)
     assert ver_ppo.await_answers(c, 5).tolist() == [0, 1]  # --max-requests
-    assert ver_ppo.await_answers(c, 5).tolist() == [2] and workers.now == 1.0  # nobody waits for environment 3
+    # nobody waits for environment 3
+    assert ver_ppo.await_answers(c, 5).tolist() == [2] and workers.now == 1.0
     assert ver_ppo.await_answers(c, 5).tolist() == [3]
     c.answered += [2, 0, 1]
     assert ver_ppo.await_answers(c, 1).tolist() == [2]  # as many as the rollout lacks
@@ -171,7 +204,8 @@ def go_back(rollout):
     rollout.version[last] = rollout.sent_at[last] = 0
 
 
-CORRUPTIONS = [  # a way to break each invariant that check_rollout states, and the message that it should cause
+# a way to break each invariant that check_rollout states, and the message that it should cause
+CORRUPTIONS = [
     ("at most S steps", lambda r: setattr(r, "size", 0)),
     ("one step at most was in flight", lambda r: setattr(r, "clock", (np.inf, np.inf, 0.0))),
     ("come from the current policy", lambda r: np.put(r.version, steps_of(r, 0)[3], 0)),
@@ -180,7 +214,10 @@ CORRUPTIONS = [  # a way to break each invariant that check_rollout states, and 
     ("begins only where one ended", lambda r: np.put(r.first, steps_of(r, 0)[3], True)),
     ("begins only where one ended", lambda r: np.put(r.done, steps_of(r, 0)[3], True)),
     ("versions do not go back", go_back),
-    ("in time order", lambda r: np.put(r.sent_at, steps_of(r, 0)[-1], r.sent_at[steps_of(r, 0)[0]])),
+    (
+        "in time order",
+        lambda r: np.put(r.sent_at, steps_of(r, 0)[-1], r.sent_at[steps_of(r, 0)[0]]),
+    ),
     ("memory is zero", lambda r: r.state[np.flatnonzero(r.first)[0]].fill_(1.0)),
     ("log_prob is finite", lambda r: np.put(r.log_prob, 3, np.nan)),
     ("value is finite", lambda r: np.put(r.value, 3, np.inf)),
@@ -193,7 +230,9 @@ CORRUPTIONS = [  # a way to break each invariant that check_rollout states, and 
 def test_check_rollout_notices(message, corrupt):
     """Each broken invariant is noticed, by its own message."""
     ends = {(0, 12): "terminated", (1, 11): "terminated"}
-    workers = VirtualWorkers(3, lambda e, step: [1.0, 1.0, 7.5][e], lambda e, step: ends.get((e, step)))
+    workers = VirtualWorkers(
+        3, lambda e, step: [1.0, 1.0, 7.5][e], lambda e, step: ends.get((e, step))
+    )
     policy, rollout, c = build(workers, 3, 8)
     for c.version in range(2):
         ver_ppo.collect_rollout(policy, rollout, c)

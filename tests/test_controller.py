@@ -6,7 +6,7 @@ import torch
 
 import ver_ppo
 from notebooks.extensions.controller import NeuralController
-from tests.test_run import one_line, run_folders, run_here, saved, small
+from tests.helpers import one_line, run_folders, run_here, saved, small
 
 POLICY = "notebooks.extensions.controller:NeuralController"
 WORDS = ("simulator=builtin", "image_size=16")

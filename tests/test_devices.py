@@ -1,10 +1,11 @@
 """Everything that touches a device, on one that is far: without a GPU, and with real numbers.
 
-The stand-in is a tensor that says it is on the device `meta`, and holds an ordinary tensor which does the computing. So
-whatever runs there must come to what it comes to on the CPU; a mixture of both devices raises, as on a GPU; and every
-copy from one to the other is counted, and every wait for a number. Where it does not reach: other processes (`--overlap`
-and `async` are tested by their parts), CUDA's own kernels (cuDNN's LSTM: here it is made of smaller operators), autocast,
-pinned memory.
+The stand-in is a tensor that says it is on the device `meta`, and holds an ordinary tensor which
+does the computing. So whatever runs there must come to what it comes to on the CPU; a mixture of
+both devices raises, as on a GPU; and every copy from one to the other is counted, and every wait
+for a number. Where it does not reach: other processes (`--overlap` and `async` are tested by their
+parts), CUDA's own kernels (cuDNN's LSTM: here it is made of smaller operators), autocast, pinned
+memory.
 """
 
 import contextlib
@@ -21,7 +22,12 @@ from tests import envs
 
 aten = torch.ops.aten
 FAR = torch.device("meta")
-INDEXING = aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default
+INDEXING = (
+    aten.index.Tensor,
+    aten.index_put.default,
+    aten.index_put_.default,
+    aten._index_put_impl_.default,
+)
 WAITING = aten.nonzero.default, aten.masked_select.default, aten._local_scalar_dense.default
 counts = Counter()  # what has crossed the border: up, down, wait
 
@@ -32,8 +38,11 @@ class Far(torch.Tensor):
     @staticmethod
     def __new__(cls, near):
         layout = {"strides": near.stride(), "storage_offset": near.storage_offset()}
-        with torch.inference_mode(near.is_inference()):  # a view of a weight is none of inference's tensors
-            return torch.Tensor._make_wrapper_subclass(cls, near.size(), **layout, dtype=near.dtype, device=FAR)
+        # a view of a weight is none of inference's tensors
+        with torch.inference_mode(near.is_inference()):
+            return torch.Tensor._make_wrapper_subclass(
+                cls, near.size(), **layout, dtype=near.dtype, device=FAR
+            )
 
     def __init__(self, near):
         self.near = near
@@ -52,17 +61,25 @@ class Border(TorchDispatchMode):
 
 def compute(operator, args, kwargs):
     """An operator on tensors of both kinds: checked, counted, and computed on the CPU."""
-    composite = torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "CompositeImplicitAutograd")
+    composite = torch._C._dispatch_has_kernel_for_dispatch_key(
+        operator.name(), "CompositeImplicitAutograd"
+    )
     if composite and torch.is_inference_mode_enabled():  # elsewhere it comes in its parts anyway
         with Border():
             return operator.decompose(*args, **kwargs)
     leaves = tree_leaves((args, kwargs))
     far = [leaf for leaf in leaves if isinstance(leaf, Far)]
-    near = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not isinstance(leaf, Far) and leaf.dim()]
+    near = [
+        leaf
+        for leaf in leaves
+        if isinstance(leaf, torch.Tensor) and not isinstance(leaf, Far) and leaf.dim()
+    ]
     onto = kwargs.get("device")
     goes_far = onto is not None and torch.device(onto) == FAR
     comes_back = onto is not None and not goes_far
-    near_args, near_kwargs = tree_map(lambda leaf: leaf.near if isinstance(leaf, Far) else leaf, (args, kwargs))
+    near_args, near_kwargs = tree_map(
+        lambda leaf: leaf.near if isinstance(leaf, Far) else leaf, (args, kwargs)
+    )
     if goes_far:
         near_kwargs["device"] = torch.device("cpu")
 
@@ -80,7 +97,8 @@ def compute(operator, args, kwargs):
     if not far and not goes_far:
         return operator(*args, **kwargs)
     counts["wait"] += operator in WAITING
-    if operator in INDEXING:  # a CPU index goes up by itself; a mask is a list whose length must be waited for
+    # a CPU index goes up by itself; a mask is a list whose length must be waited for
+    if operator in INDEXING:
         indices = [index for index in args[1] if index is not None]
         counts["up"] += any(not isinstance(index, Far) for index in indices)
         counts["wait"] += any(index.dtype == torch.bool for index in indices)
@@ -111,7 +129,9 @@ def far_device(monkeypatch):
 
 def start(device, more, rollout_device=None):
     """Policy, optimizer and collector on a device, and a rollout there or elsewhere."""
-    words = f"--num-envs 3 --num-steps 8 --hidden-size 8 --num-workers 0 --no-overlap {more}".split()
+    words = (
+        f"--num-envs 3 --num-steps 8 --hidden-size 8 --num-workers 0 --no-overlap {more}".split()
+    )
     options = ver_ppo.tyro.cli(ver_ppo.Options, args=words)
     spec = ver_ppo.describe_env(options)
     torch.manual_seed(1)
@@ -145,8 +165,20 @@ def assert_same(mine, other):
         np.testing.assert_allclose(near(one), near(two), rtol=1e-4, atol=1e-5)
     for key in mine[2].obs:
         np.testing.assert_array_equal(near(mine[2].obs[key]), near(other[2].obs[key]))
-    for name in ("env", "action", "log_prob", "value", "reward", "done", "advantage", "returns", "weight"):
-        np.testing.assert_allclose(getattr(mine[2], name), getattr(other[2], name), rtol=1e-3, atol=1e-4)
+    for name in (
+        "env",
+        "action",
+        "log_prob",
+        "value",
+        "reward",
+        "done",
+        "advantage",
+        "returns",
+        "weight",
+    ):
+        np.testing.assert_allclose(
+            getattr(mine[2], name), getattr(other[2], name), rtol=1e-3, atol=1e-4
+        )
 
 
 TASKS = {
@@ -162,8 +194,8 @@ TASKS = {
 
 @pytest.mark.parametrize("task", TASKS)
 def test_far_is_near(far_device, task):
-    """Collecting and learning twice comes to the same on both devices: with steps that were in flight, truncated episodes,
-    every kind of observation and action."""
+    """Collecting and learning twice comes to the same on both devices: with steps that were in
+    flight, truncated episodes, every kind of observation and action."""
     both = [start(device, TASKS[task]) for device in (far_device, torch.device("cpu"))]
     for policy, optimizer, rollout, c in both:
         envs.Everything.observation_space.seed(0)
@@ -177,8 +209,8 @@ def test_far_is_near(far_device, task):
 
 @pytest.mark.parametrize("task", TASKS)
 def test_delayed_rollouts(far_device, task):
-    """Another process fills a rollout in CPU memory. It goes to the learner's device once an update, and V-trace is the same
-    there."""
+    """Another process fills a rollout in CPU memory. It goes to the learner's device once an
+    update, and V-trace is the same there."""
     both = []
     for device in (far_device, torch.device("cpu")):
         policy, optimizer, rollout, c = start(device, TASKS[task], torch.device("cpu"))
@@ -196,8 +228,9 @@ def test_delayed_rollouts(far_device, task):
 
 @pytest.mark.parametrize("task", TASKS)
 def test_copies_are_counted(far_device, task):
-    """Collecting: three copies up and one down for each inference batch. Learning: one up for each mini-batch (two with
-    --cpc), and one wait, for the gradient's norm; one down for the logs, and for each part of V-trace."""
+    """Collecting: three copies up and one down for each inference batch. Learning: one up for each
+    mini-batch (two with --cpc), and one wait, for the gradient's norm; one down for the logs, and
+    for each part of V-trace."""
     policy, optimizer, rollout, c = start(far_device, TASKS[task])
     batches, step = [], policy.step
     policy.step = lambda *inputs: batches.append(1) or step(*inputs)
@@ -205,7 +238,9 @@ def test_copies_are_counted(far_device, task):
     counts.clear()
     batches.clear()
     ver_ppo.collect_rollout(policy, rollout, c)
-    assert counts["up"] <= 3 * len(batches) and counts["down"] <= len(batches) and not counts["wait"], counts
+    assert counts["up"] <= 3 * len(batches), counts
+    assert counts["down"] <= len(batches), counts
+    assert not counts["wait"], counts
 
     counts.clear()
     learn(policy, optimizer, rollout, c.options)
@@ -238,5 +273,7 @@ def test_a_mixture_raises(far_device):
     with pytest.raises(RuntimeError, match="same device"):
         far + torch.zeros(2, 3)
     counts.clear()
-    assert (far[torch.tensor([1])].cpu() == 0).all() and far.sum().item() == 0 and not far[far > 0].numel()
+    assert (far[torch.tensor([1])].cpu() == 0).all()
+    assert far.sum().item() == 0
+    assert not far[far > 0].numel()
     assert counts == Counter(up=1, down=1, wait=2)

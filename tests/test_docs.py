@@ -1,13 +1,15 @@
-"""What is written down is so: the table of mechanisms, the worked examples, the options' help; and the code stays small."""
+"""What is written down is so: the table of mechanisms, the worked examples, the options' help; and
+the code stays small."""
 
 import doctest
 import operator
 import re
+import subprocess
+import sys
 from dataclasses import fields
 from types import SimpleNamespace
 
 import pytest
-from conftest import ROOT
 
 import ver_multigpu
 import ver_ppo
@@ -22,28 +24,39 @@ from notebooks.extensions import (
     virtual_ranks,
     wrappers,
 )
+from tests.helpers import ROOT
 
 pytestmark = pytest.mark.quick
 
 SOURCE = (ROOT / "ver_ppo.py").read_text()
-ROWS = re.findall(r"^\| (.+) \| (`.+`) \| (.+) \| \[(\w+)\]\((tests/\w+\.py)\) \|$", (ROOT / "README.md").read_text(), re.M)
+ROWS = re.findall(
+    r"^\| (.+) \| (`.+`) \| (.+) \| \[(\w+)\]\((tests/\w+\.py)\) \|$",
+    (ROOT / "README.md").read_text(),
+    re.M,
+)
 ENVIRONMENTS = [habitat, pointnav, rearrange, tasks]
 EXTENSIONS = [chain, controller, play, population, virtual_clock, virtual_ranks, wrappers]
 BESIDE = [draw, *ENVIRONMENTS, *EXTENSIONS]  # the scripts
-MODULES = pytest.mark.parametrize("module", [ver_ppo, ver_multigpu, *BESIDE], ids=lambda module: module.__name__)
+MODULES = pytest.mark.parametrize(
+    "module", [ver_ppo, ver_multigpu, *BESIDE], ids=lambda module: module.__name__
+)
 
 
 def test_table_of_mechanisms():
     """It has a row for each, and no line that is none."""
-    begin = (ROOT / "README.md").read_text().split("| mechanism | function | paper | test |\n|---|---|---|---|\n")[1]
+    header = "| mechanism | function | paper | test |\n|---|---|---|---|\n"
+    begin = (ROOT / "README.md").read_text().split(header)[1]
     assert len(ROWS) == len(begin.split("\n\n")[0].splitlines()) >= 28
     assert len({mechanism for mechanism, *_ in ROWS}) == len(ROWS)
 
 
-@pytest.mark.parametrize("mechanism, functions, section, test, file", ROWS, ids=[row[0] for row in ROWS])
+@pytest.mark.parametrize(
+    "mechanism, functions, section, test, file", ROWS, ids=[row[0] for row in ROWS]
+)
 def test_mechanism(mechanism, functions, section, test, file):
     """Every function and every test that a row names exists."""
-    homes = ver_ppo, ver_multigpu, SimpleNamespace(**{module.__name__.split(".")[-1]: module for module in BESIDE})
+    beside = {module.__name__.split(".")[-1]: module for module in BESIDE}
+    homes = ver_ppo, ver_multigpu, SimpleNamespace(**beside)
     for name in re.findall(r"`([\w.]+)`", functions):
         home = [home for home in homes if hasattr(home, name.split(".")[0])][0]
         assert callable(operator.attrgetter(name)(home)), name
@@ -64,7 +77,8 @@ def test_every_option_is_explained(capsys):
     """Each has a comment on its line or right above it, which --help shows."""
     source = SOURCE + (ROOT / "ver_multigpu.py").read_text()
     for field in fields(ver_multigpu.Options):
-        on_its_line, above = rf"^    {field.name}: [^#\n]+  # \S+", rf"^    # \S.*\n    {field.name}: "
+        on_its_line = rf"^    {field.name}: [^#\n]+  # \S+"
+        above = rf"^    # \S.*\n    {field.name}: "
         assert re.search(f"{on_its_line}|{above}", source, re.M), field.name
     with pytest.raises(SystemExit, match="0"):
         ver_ppo.main(["--help"])
@@ -75,32 +89,68 @@ def test_every_option_is_explained(capsys):
 @MODULES
 def test_every_public_function_has_a_docstring(module):
     """Functions and classes say what they do."""
-    own = {name: thing for name, thing in vars(module).items() if getattr(thing, "__module__", "") == module.__name__}
-    assert [name for name, thing in own.items() if callable(thing) and not name.startswith("_") and not thing.__doc__] == []
+    own = {
+        name: thing
+        for name, thing in vars(module).items()
+        if getattr(thing, "__module__", "") == module.__name__
+    }
+    assert [
+        name
+        for name, thing in own.items()
+        if callable(thing) and not name.startswith("_") and not thing.__doc__
+    ] == []
     assert module.__doc__
 
 
 FOLDERS = {  # what the files of a folder may import of the project
     ".": {"ver_ppo"},
     "notebooks/environments": {"notebooks.environments", "ver_ppo"},
-    "notebooks/extensions": {"notebooks.environments", "notebooks.extensions", "ver_ppo", "ver_multigpu"},
-    "notebooks": {"notebooks.environments", "notebooks.extensions", "notebooks.draw", "ver_ppo", "ver_multigpu"},
+    "notebooks/extensions": {
+        "notebooks.environments",
+        "notebooks.extensions",
+        "ver_ppo",
+        "ver_multigpu",
+    },
+    "notebooks": {
+        "notebooks.environments",
+        "notebooks.extensions",
+        "notebooks.draw",
+        "ver_ppo",
+        "ver_multigpu",
+    },
 }
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_arrows_run_one_way(folder):
-    """Scripts know no add-on, environments no extension, and nothing outside tests/ imports tests/."""
+    """Scripts know no add-on, environments no extension, and nothing outside tests/ imports
+    tests/."""
     for path in [*(ROOT / folder).glob("*.py"), *(ROOT / folder).glob("*.ipynb")]:
         text = path.read_text().replace('\\n"', "").replace('    "', "")  # of a notebook: its cells
-        found = re.findall(r"^\s*(?:from|import) ((?:notebooks|tests|ver_ppo|ver_multigpu)\b[\w.]*)", text, re.M)
-        found += [f"notebooks.{name}" for name in re.findall(r"^\s*from notebooks import (\w+)", text, re.M)]
+        found = re.findall(
+            r"^\s*(?:from|import) ((?:notebooks|tests|ver_ppo|ver_multigpu)\b[\w.]*)", text, re.M
+        )
+        found += [
+            f"notebooks.{name}"
+            for name in re.findall(r"^\s*from notebooks import (\w+)", text, re.M)
+        ]
         for name in set(found) - {"notebooks"}:
-            assert any((name + ".").startswith(f"{room}.") for room in FOLDERS[folder]), (path.name, name)
+            assert any((name + ".").startswith(f"{room}.") for room in FOLDERS[folder]), (
+                path.name,
+                name,
+            )
+
+
+def test_style():
+    """Every line fits into 100 columns, no name is unused or unknown, imports are in order."""
+    command = [sys.executable, "-m", "ruff", "check", "--no-cache", "--output-format", "concise"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_lesson():
-    """Its end is marked. What is needed by a real run stands below it: the lesson speaks of none of it."""
+    """Its end is marked. What is needed by a real run stands below it: the lesson speaks of none of
+    it."""
     lesson, rest = SOURCE.split("\n# End of the lesson\n")
     assert "def train(" in lesson and "def main(" in rest
     code = lesson[lesson.index("\nclass Options:") :].split("\n\n\n", 1)[1]

@@ -13,7 +13,7 @@ import tests.envs as envs
 import ver_ppo
 from notebooks.environments import pointnav
 from notebooks.extensions import wrappers
-from tests.test_run import one_line, run_folders, small
+from tests.helpers import make_environment, one_line, run_folders, small
 
 STOP, FORWARD, LEFT, RIGHT = range(4)
 
@@ -174,8 +174,8 @@ def test_gymnasium_accepts_pointnav(camera, size):
 
 
 def test_spaces_are_flattened(capsys):
-    """Nested Dict and Tuple spaces become one level; uint8 stays uint8, float64 becomes float32; what is no number and
-    no choice is left out, with a line that names it."""
+    """Nested Dict and Tuple spaces become one level; uint8 stays uint8, float64 becomes float32;
+    what is no number and no choice is left out, with a line that names it."""
     options = ver_ppo.Options(env_id="tests.envs:Everything-v0")
     spec = ver_ppo.describe_env(options)
     expected = "arm camera/grey camera/rgb first hand/0 hand/1 room switches"
@@ -196,7 +196,9 @@ def test_spaces_are_flattened(capsys):
 
 def test_large_images(capsys):
     """An image of more than 128 pixels a side: a line says how it gets smaller, and so it does."""
-    space = gym.spaces.Dict({"eye": gym.spaces.Box(0, 255, (240, 320, 3), np.uint8), "ear": gym.spaces.Discrete(2)})
+    space = gym.spaces.Dict(
+        {"eye": gym.spaces.Box(0, 255, (240, 320, 3), np.uint8), "ear": gym.spaces.Discrete(2)}
+    )
     options = ver_ppo.Options()
     ver_ppo.announce(ver_ppo.EnvSpec(space, gym.spaces.Discrete(2), ()), options)
     assert "'eye' is an image of 240 x 320" in (said := capsys.readouterr().out)
@@ -204,7 +206,9 @@ def test_large_images(capsys):
     env = gym.Env()
     env.observation_space = space
     smaller = wrapper(env)
-    ver_ppo.announce(ver_ppo.EnvSpec(smaller.observation_space, gym.spaces.Discrete(2), ()), options)
+    ver_ppo.announce(
+        ver_ppo.EnvSpec(smaller.observation_space, gym.spaces.Discrete(2), ()), options
+    )
     assert not capsys.readouterr().out
     picture = np.zeros((240, 320, 3), np.uint8)
     picture[:, 160:, 1] = 250
@@ -287,14 +291,6 @@ def test_the_simulator_is_said_once(monkeypatch, capsys, where):
     pointnav.choose_simulator.cache_clear()
     ver_ppo.make_env(ver_ppo.Options(env_kwargs=("simulator=builtin",)))
     assert len(tried) == 1 and capsys.readouterr().out == ""
-
-
-def make_environment(env_id, number=0, **options):
-    """An environment and the table that has its row."""
-    options = ver_ppo.Options(env_id=env_id, num_envs=number + 1, num_workers=0, **options)
-    spec = ver_ppo.describe_env(options)
-    io = ver_ppo.EnvIO(spec, number + 1)
-    return ver_ppo.Environment(number, options, "train", spec, io), io
 
 
 @pytest.mark.parametrize("env_id", ["tests.envs:Count-v0", "tests.envs:Autoreset-v0"])

@@ -1,4 +1,5 @@
-"""What survives what: environments that fail, signals, full disks, damaged files, gradients that are no numbers."""
+"""What survives what: environments that fail, signals, full disks, damaged files, gradients that
+are no numbers."""
 
 import contextlib
 import itertools
@@ -18,8 +19,7 @@ import torch
 import ver_ppo
 from notebooks.extensions.virtual_clock import SPEC, VirtualWorkers, build
 from tests import envs
-from tests.benchmarks import soak
-from tests.test_run import (
+from tests.helpers import (
     ROOT,
     WHERE,
     alive_in_session,
@@ -33,10 +33,12 @@ from tests.test_run import (
     small,
     wait_until,
 )
+from tests.soaking import soak
 
 
 class Mortal(gym.Env):
-    """Raises in one step of twelve. The rewards that it gives are different numbers, noted in `given`."""
+    """Raises in one step of twelve. The rewards that it gives are different numbers, noted in
+    `given`."""
 
     rng, given = np.random.default_rng(0), []
 
@@ -60,7 +62,9 @@ class MortalWorkers(VirtualWorkers):
     def __init__(self, num_envs, duration):
         super().__init__(num_envs, duration)
         options, self.restarts = ver_ppo.Options(), 0
-        self.environments = [ver_ppo.CheckedEnvironment(e, options, "train", SPEC, self.io) for e in range(num_envs)]
+        self.environments = [
+            ver_ppo.CheckedEnvironment(e, options, "train", SPEC, self.io) for e in range(num_envs)
+        ]
 
     def answer(self, e):
         self.steps_N[e] += 1
@@ -74,8 +78,9 @@ class MortalWorkers(VirtualWorkers):
 @pytest.mark.parametrize("sampler", ["ver", "nover", "sync", "async"])
 @pytest.mark.parametrize("seed", range(3))
 def test_made_up_steps(monkeypatch, sampler, seed):
-    """Whatever fails when: every step that was answered is learned from once; each restart adds one step, truncated, whose
-    reward is the discounted value of what was seen last; all invariants hold."""
+    """Whatever fails when: every step that was answered is learned from once; each restart adds one
+    step, truncated, whose reward is the discounted value of what was seen last; all invariants
+    hold."""
     monkeypatch.setattr(Mortal, "rng", np.random.default_rng(seed))
     monkeypatch.setattr(Mortal, "given", [])
     monkeypatch.setattr(ver_ppo, "make_env", lambda *args: Mortal())
@@ -94,18 +99,24 @@ def test_made_up_steps(monkeypatch, sampler, seed):
         made_up += is_made_up.sum()
         for step in np.flatnonzero(is_made_up):
             check_made_up_step(policy, rollout, step)
-    waiting = 4 if sampler != "async" else 4 + 4 * 12  # answered, but not taken, or of unfinished trajectories
-    assert len(set(learned)) == len(learned) == 12 * 48 - made_up and set(learned) <= set(Mortal.given)
+    # answered, but not taken, or of unfinished trajectories
+    waiting = 4 if sampler != "async" else 4 + 4 * 12
+    assert len(set(learned)) == len(learned) == 12 * 48 - made_up
+    assert set(learned) <= set(Mortal.given)
     assert len(Mortal.given) - len(learned) <= waiting
     assert workers.restarts - waiting <= made_up <= workers.restarts and made_up > 20
 
 
 @torch.no_grad()
 def check_made_up_step(policy, rollout, step):
-    """It is the end of its episode, and worth what the policy expects when it sees the same once more; where that begins an
-    episode, nothing."""
-    obs, action = {"obs": torch.as_tensor(rollout.obs["obs"][[step]])}, torch.as_tensor(rollout.action[[step]])
-    before = (torch.as_tensor(getattr(rollout, name)[[step]]) for name in ("prev_action", "first", "state"))
+    """It is the end of its episode, and worth what the policy expects when it sees the same once
+    more; where that begins an episode, nothing."""
+    obs = {"obs": torch.as_tensor(rollout.obs["obs"][[step]])}
+    action = torch.as_tensor(rollout.action[[step]])
+    before = (
+        torch.as_tensor(getattr(rollout, name)[[step]])
+        for name in ("prev_action", "first", "state")
+    )
     *_, state = policy.step(obs, *before)
     value = policy.step(obs, action, torch.tensor([False]), state)[1].item()
     expected = 0.0 if rollout.first[step] else 0.99 * value
@@ -122,21 +133,32 @@ FAULTS = {  # and what is said
     "leak": "MemoryError",
 }
 CASES = [(fault, "2", "here") for fault in FAULTS] + [("exit", "4", "here"), ("raise", "0", "here")]
-CASES += [("quit", "0", "here"), ("raise", "0", "overlap"), ("hang", "2", "overlap"), ("segfault", "2", "async"), ("raise", "0", "async")]
+CASES += [
+    ("quit", "0", "here"),
+    ("raise", "0", "overlap"),
+    ("hang", "2", "overlap"),
+    ("segfault", "2", "async"),
+    ("raise", "0", "async"),
+]
 
 
 @pytest.mark.parametrize("fault, workers, where", CASES)
 def test_environments_are_started_again(tmp_path, capfd, fault, workers, where):
-    """Each environment fails at its 90th step. The run reaches its end, says what happened, counts a made-up step for every
-    environment of a worker that is started again, and leaves nobody behind."""
+    """Each environment fails at its 90th step. The run reaches its end, says what happened, counts
+    a made-up step for every environment of a worker that is started again, and leaves nobody
+    behind."""
     steps, timeout_sec = (480, 2) if fault == "hang" else (960, 60)
-    line = f"--env-id tests.faulty_envs:Faulty-{fault}-v0 --num-workers {workers} --debug --total-timesteps {steps}"
-    folder = run_here(tmp_path, f"{line} --env-timeout {timeout_sec} --max-worker-restarts 1000", *WHERE[where])
+    line = f"--env-id tests.faulty_envs:Faulty-{fault}-v0 --num-workers {workers} --debug"
+    line += f" --total-timesteps {steps}"
+    folder = run_here(
+        tmp_path, f"{line} --env-timeout {timeout_sec} --max-worker-restarts 1000", *WHERE[where]
+    )
     error, made_up = capfd.readouterr().err, sum(logged(folder, "ver/made_up_steps").values())
     if where == "here":  # else the collecting process says it, where capfd does not hear it
         expected = error.count("started again") * 4 / (int(workers) or 4)
         assert FAULTS[fault] in error and made_up <= expected
-        assert expected - 4 <= made_up or fault == "hang"  # a process that is slow to start looks as if it hung
+        # a process that is slow to start looks as if it hung
+        assert expected - 4 <= made_up or fault == "hang"
     assert saved(folder)["step"] >= steps and made_up >= 1 and nobody_left()
 
 
@@ -154,8 +176,8 @@ def test_answers_before_a_failure():
 
 @pytest.mark.parametrize("first", [False, True])
 def test_started_in_the_middle(first):
-    """What a killed process leaves in flight is truncated at what was seen last, but not where that is seen by the next
-    episode: there the step is a terminal one."""
+    """What a killed process leaves in flight is truncated at what was seen last, but not where that
+    is seen by the next episode: there the step is a terminal one."""
     options = ver_ppo.Options(env_id="tests.envs:Count-v0")
     spec = ver_ppo.describe_env(options)
     io = ver_ppo.EnvIO(spec, 2)
@@ -168,25 +190,39 @@ def test_started_in_the_middle(first):
 
 @pytest.mark.parametrize("k", range(1, 200, 11))
 def test_killed_at_any_line(tmp_path, k):
-    """A worker is killed at the k-th line of its loop. Nobody waits for ever, no answer is taken twice or for another step's:
-    of each of its environments one step at most is made up, and everything else is as if nothing had been."""
+    """A worker is killed at the k-th line of its loop. Nobody waits for ever, no answer is taken
+    twice or for another step's: of each of its environments one step at most is made up, and
+    everything else is as if nothing had been."""
     options = ver_ppo.Options(
-        env_id="tests.faulty_envs:Traced-v0", exp_name=str(k), runs_dir=str(tmp_path), num_envs=2, num_steps=8, num_workers=1
+        env_id="tests.faulty_envs:Traced-v0",
+        exp_name=str(k),
+        runs_dir=str(tmp_path),
+        num_envs=2,
+        num_steps=8,
+        num_workers=1,
     )
     spec = ver_ppo.EnvSpec(envs.Count.observation_space, envs.Count.action_space, ())
-    policy, io, made_up, until = ver_ppo.Policy(spec, options), ver_ppo.EnvIO(spec, 2), 0, time.monotonic() + 60
+    policy = ver_ppo.Policy(spec, options)
+    io = ver_ppo.EnvIO(spec, 2)
+    made_up = 0
+    until = time.monotonic() + 60
     rollout = ver_ppo.Rollout(spec, 16, 2, policy.state_shape, torch.device("cpu"))
     with contextlib.closing(ver_ppo.make_workers(options, "train", spec, io)) as workers:
-        c = ver_ppo.Collector(workers, io, policy, spec, options, lambda steps: time.monotonic() > until)
+        c = ver_ppo.Collector(
+            workers, io, policy, spec, options, lambda steps: time.monotonic() > until
+        )
         for c.version in range(3):
             ver_ppo.collect_rollout(policy, rollout, c)
             assert rollout.size == 16, "it waits for ever"
             ver_ppo.check_rollout(rollout, c.version)
             goes_on, made = ~rollout.done, rollout.step_sec == 0
-            np.testing.assert_allclose(rollout.reward[goes_on], 0.1 * (rollout.action[goes_on, 0] - 1), atol=1e-6)
+            np.testing.assert_allclose(
+                rollout.reward[goes_on], 0.1 * (rollout.action[goes_on, 0] - 1), atol=1e-6
+            )
             for e in (0, 1):
                 mine = rollout.env == e
-                count, first = (rollout.obs["obs"].numpy()[mine, 0] * 10).round(), rollout.first[mine]
+                count = (rollout.obs["obs"].numpy()[mine, 0] * 10).round()
+                first = rollout.first[mine]
                 assert (count[first] == 0).all() and (np.diff(count)[~first[1:]] == 1).all()
             made_up += np.bincount(rollout.env[made], minlength=2)
     assert (tmp_path / "killed").exists() and made_up.max() <= 1
@@ -194,10 +230,20 @@ def test_killed_at_any_line(tmp_path, k):
 
 def test_slow_looks_find_who_hangs(capfd):
     """Also if this process looks seldom, because it infers or learns for a long time in between."""
-    options = ver_ppo.Options(env_id="tests.faulty_envs:Stuck-v0", num_envs=2, num_workers=1, env_timeout=30)
+    options = ver_ppo.Options(
+        env_id="tests.faulty_envs:Stuck-v0", num_envs=2, num_workers=1, env_timeout=30
+    )
     spec = ver_ppo.EnvSpec(envs.Count.observation_space, envs.Count.action_space, ())
-    with contextlib.closing(ver_ppo.make_workers(options, "train", spec, ver_ppo.EnvIO(spec, 2))) as workers:
-        wait_until(lambda: workers.receive(0.1) and not workers.asked_at_N.any() or not workers.asked_at_N.any())
+    with contextlib.closing(
+        ver_ppo.make_workers(options, "train", spec, ver_ppo.EnvIO(spec, 2))
+    ) as workers:
+        wait_until(
+            lambda: (
+                workers.receive(0.1)
+                and not workers.asked_at_N.any()
+                or not workers.asked_at_N.any()
+            )
+        )
         workers.timeout_sec = 1.0
         workers.send(np.array([1]))
         for looks in range(20):  # each counts for a tenth of a second at most
@@ -222,9 +268,13 @@ def test_refusals_of_the_collecting_process(monkeypatch):
 
 
 def test_queueing_is_not_hanging(capfd):
-    """Four environments share a worker, which takes longer for all than --env-timeout, but for none alone."""
+    """Four environments share a worker, which takes longer for all than --env-timeout, but for none
+    alone."""
     options = ver_ppo.Options(
-        env_id="tests.envs:Count-v0", num_envs=4, num_steps=4, num_workers=1,
+        env_id="tests.envs:Count-v0",
+        num_envs=4,
+        num_steps=4,
+        num_workers=1,
         wrappers=("notebooks.extensions.wrappers:Latency(mean_ms=300, spread=0)",),
     )
     spec = ver_ppo.describe_env(options)
@@ -240,7 +290,8 @@ def test_queueing_is_not_hanging(capfd):
 
 
 def test_a_pause_is_not_hanging(start):
-    """A run that is stopped for longer than --env-timeout, all its processes, goes on as if nothing had been."""
+    """A run that is stopped for longer than --env-timeout, all its processes, goes on as if nothing
+    had been."""
     process, _ = start(f"{COUNT} 2 --env-timeout 2 --wrappers {LATENCY}")
     for number in (signal.SIGSTOP, signal.SIGCONT):  # itself first, the workers last
         for pid in sorted(alive_in_session(process.pid)):
@@ -262,7 +313,8 @@ def children_of(folder):
 
 @pytest.mark.parametrize("fault, closings", [("raise", 5), ("exit", 1)])
 def test_children_of_environments(tmp_path, capfd, fault, closings):
-    """What an environment has started ends with its worker, although it hangs when it is closed, or cannot be closed."""
+    """What an environment has started ends with its worker, although it hangs when it is closed, or
+    cannot be closed."""
     # nover: each environment gives 112 steps, so dies once
     line = f"--env-id tests.faulty_envs:Parent-{fault}-v0 --num-workers 4 --sampler nover"
     args = small(tmp_path, *line.split(), "--total-timesteps", "448")
@@ -284,10 +336,14 @@ def test_close_raises(capsys):
     environment = ver_ppo.CheckedEnvironment(3, None, "train", None, None)
     environment.env = Unclosable()
     environment.close()
-    assert "environment 3: close() raised RuntimeError('the door is stuck')" in capsys.readouterr().err
+    words = "environment 3: close() raised RuntimeError('the door is stuck')"
+    assert words in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("image", [np.full((8, 8), 0.5), np.full((8, 8), np.nan), np.full((8, 8), 300), np.ones((8, 8), "u1")])
+@pytest.mark.parametrize(
+    "image",
+    [np.full((8, 8), 0.5), np.full((8, 8), np.nan), np.full((8, 8), 300), np.ones((8, 8), "u1")],
+)
 def test_images_of_another_kind(image):
     """Floats and large integers would lose their value in a table of uint8."""
     spec = ver_ppo.EnvSpec(gym.spaces.Box(0, 255, (8, 8), np.uint8), gym.spaces.Discrete(2), ())
@@ -297,34 +353,63 @@ def test_images_of_another_kind(image):
         environment.write(io.obs, {"obs": image})
         assert (io.obs["obs"] == 1).all()
         return
-    with pytest.raises(ver_ppo.BadAnswer, match=f"observation 'obs' is {image.dtype}, which does not fit in uint8"):
+    with pytest.raises(
+        ver_ppo.BadAnswer, match=f"observation 'obs' is {image.dtype}, which does not fit in uint8"
+    ):
         environment.write(io.obs, {"obs": image})
 
 
-CASES = [("raise", "0", "here"), ("exit", "1", "here"), ("exit", "2", "async"), ("raise", "2", "overlap")]
+CASES = [
+    ("raise", "0", "here"),
+    ("exit", "1", "here"),
+    ("exit", "2", "async"),
+    ("raise", "2", "overlap"),
+]
 
 
 @pytest.mark.parametrize("fault, workers, where", CASES)
 def test_too_many_restarts(tmp_path, capfd, fault, workers, where):
-    """The reason, which environment it was, its step; exit status 1; what was learned is saved; nobody is left."""
-    args = small(tmp_path, "--env-id", f"tests.faulty_envs:Faulty-{fault}-v0", "--num-workers", workers, *WHERE[where])
+    """The reason, which environment it was, its step; exit status 1; what was learned is saved;
+    nobody is left."""
+    args = small(
+        tmp_path,
+        "--env-id",
+        f"tests.faulty_envs:Faulty-{fault}-v0",
+        "--num-workers",
+        workers,
+        *WHERE[where],
+    )
     assert ver_ppo.main([*args, "--env-timeout", "2", "--max-worker-restarts", "0"]) == 1
     said, (folder,) = "".join(capfd.readouterr()), run_folders(tmp_path)
-    assert FAULTS[fault] in said and "more than 0 restarts within an hour (--max-worker-restarts)" in said
-    names = {"0": ["environment "], "1": ["environments [0, 1, 2, 3]"], "2": ["environments [", "environment "]}[workers]
-    assert any(name in said for name in names) and ("episode 5, step 10" in said) == (fault == "raise")
-    assert f"go on with: --resume {folder}" in said and saved(folder)["step"] >= 64 and nobody_left()
+    assert FAULTS[fault] in said
+    assert "more than 0 restarts within an hour (--max-worker-restarts)" in said
+    names = {
+        "0": ["environment "],
+        "1": ["environments [0, 1, 2, 3]"],
+        "2": ["environments [", "environment "],
+    }[workers]
+    assert any(name in said for name in names)
+    assert ("episode 5, step 10" in said) == (fault == "raise")
+    assert f"go on with: --resume {folder}" in said
+    assert saved(folder)["step"] >= 64
+    assert nobody_left()
 
 
 def test_an_environment_that_cannot_be_made_again(tmp_path, monkeypatch, capfd):
     """It is tried as often as any other restart; then the run ends."""
     make_env, calls = ver_ppo.make_env, itertools.count()
-    monkeypatch.setattr(ver_ppo, "make_env", lambda *args: make_env(*args) if next(calls) < 5 else 1 / 0)
+    monkeypatch.setattr(
+        ver_ppo, "make_env", lambda *args: make_env(*args) if next(calls) < 5 else 1 / 0
+    )
     line = "--env-id tests.faulty_envs:Faulty-raise-v0 --num-workers 0 --max-worker-restarts 3"
     assert ver_ppo.main(small(tmp_path, *line.split())) == 1
     said = "".join(capfd.readouterr())
-    assert "out of paint" in said and "division by zero" in said and "more than 3 restarts within an hour" in said
-    assert said.count("Traceback") == 3, "the first one of each error, and the one that ends the run"
+    assert "out of paint" in said
+    assert "division by zero" in said
+    assert "more than 3 restarts within an hour" in said
+    assert said.count("Traceback") == 3, (
+        "the first one of each error, and the one that ends the run"
+    )
     assert said.count("ZeroDivisionError") == 3, "the second one in a line"
 
 
@@ -345,35 +430,63 @@ RUBBISH = {
     "shape": ["observation has the shapes {'obs': (1,)}", "the observation space {'obs': (2,)}"],
     "keys": ["observation has the shapes {'another': (2,)}", "the observation space {'obs': (2,)}"],
 }
+
+
 def test_rubbish_of_one_that_cannot_be_closed(tmp_path, capfd):
     """The run ends by it all the same: it does not count as a restart."""
-    assert ver_ppo.main(small(tmp_path, *"--env-id tests.faulty_envs:Parent-reward-v0 --num-workers 2".split())) == 1
+    line = "--env-id tests.faulty_envs:Parent-reward-v0 --num-workers 2"
+    assert ver_ppo.main(small(tmp_path, *line.split())) == 1
     said = "".join(capfd.readouterr())
     assert "reward is inf" in said and "started again" not in said and nobody_left()
 
 
-CASES = [*itertools.product(RUBBISH, ("0", "2"), ["here"]), ("reward", "2", "overlap"), ("observation", "0", "async")]
+CASES = [
+    *itertools.product(RUBBISH, ("0", "2"), ["here"]),
+    ("reward", "2", "overlap"),
+    ("observation", "0", "async"),
+]
 
 
 @pytest.mark.parametrize("fault, workers, where", CASES)
 def test_rubbish(tmp_path, capfd, fault, workers, where):
-    """An answer that is none ends the run: the message names environment, step and key; what was learned is saved."""
-    args = small(tmp_path, "--env-id", f"tests.faulty_envs:Faulty-{fault}-v0", "--num-workers", workers, *WHERE[where])
+    """An answer that is none ends the run: the message names environment, step and key; what was
+    learned is saved."""
+    args = small(
+        tmp_path,
+        "--env-id",
+        f"tests.faulty_envs:Faulty-{fault}-v0",
+        "--num-workers",
+        workers,
+        *WHERE[where],
+    )
     assert ver_ppo.main(args) == 1
     said, (folder,) = "".join(capfd.readouterr()), run_folders(tmp_path)
-    assert all(words in said for words in RUBBISH[fault]) and "environment " in said and "episode 5, step 10" in said
+    assert all(words in said for words in RUBBISH[fault])
+    assert "environment " in said
+    assert "episode 5, step 10" in said
     assert "started again" not in said and saved(folder)["step"] >= 64 and nobody_left()
 
 
 @pytest.fixture
 def start(tmp_path):
-    """A function that starts a run in a session of its own, and waits for its first checkpoint, and until it hangs if it
-    must. Whatever happens, nobody of this session is left after the test."""
+    """A function that starts a run in a session of its own, and waits for its first checkpoint, and
+    until it hangs if it must. Whatever happens, nobody of this session is left after the test."""
     sessions = []
 
     def start_run(line, *args):
-        pipes = {"stderr": subprocess.STDOUT, "stdout": subprocess.PIPE, "text": True, "start_new_session": True}
-        command = [sys.executable, "ver_ppo.py", *small(tmp_path, *line.split(), *args), "--checkpoint-interval", "1"]
+        pipes = {
+            "stderr": subprocess.STDOUT,
+            "stdout": subprocess.PIPE,
+            "text": True,
+            "start_new_session": True,
+        }
+        command = [
+            sys.executable,
+            "ver_ppo.py",
+            *small(tmp_path, *line.split(), *args),
+            "--checkpoint-interval",
+            "1",
+        ]
         process = subprocess.Popen(command, cwd=ROOT, **pipes)
         sessions.append(process.pid)
         wait_until(lambda: any(tmp_path.glob("*/checkpoint.pt")))
@@ -388,15 +501,22 @@ def start(tmp_path):
 
 
 LATENCY = "notebooks.extensions.wrappers:Latency(mean_ms=20,spread=0)"
-COUNT, HANG = "--env-id tests.envs:Count-v0 --num-workers", "--env-id tests.faulty_envs:Faulty-hang-v0 --num-workers"
-STOPS = [("SIGINT", "here", COUNT), ("SIGTERM", "async", HANG), ("SIGKILL", "here", COUNT), ("SIGKILL", "overlap", COUNT)]
+COUNT = "--env-id tests.envs:Count-v0 --num-workers"
+HANG = "--env-id tests.faulty_envs:Faulty-hang-v0 --num-workers"
+STOPS = [
+    ("SIGINT", "here", COUNT),
+    ("SIGTERM", "async", HANG),
+    ("SIGKILL", "here", COUNT),
+    ("SIGKILL", "overlap", COUNT),
+]
 STOPS += [("SIGKILL", "here", HANG)]
 
 
 @pytest.mark.parametrize("name, where, line", STOPS)
 def test_signals(start, name, where, line):
-    """Ctrl-C and SIGTERM, to the whole process group as a terminal sends them: a checkpoint within seconds, how to go on,
-    exit status 130 or 143. SIGKILL, to the main process alone. Either way no process and no shared memory is left."""
+    """Ctrl-C and SIGTERM, to the whole process group as a terminal sends them: a checkpoint within
+    seconds, how to go on, exit status 130 or 143. SIGKILL, to the main process alone. Either way no
+    process and no shared memory is left."""
     number = getattr(signal, name)
     process, folder = start(f"{line} 2", *WHERE[where])
     everybody = alive_in_session(process.pid)
@@ -407,7 +527,9 @@ def test_signals(start, name, where, line):
     assert name == "SIGKILL" or f"go on with: --resume {folder}" in said and "Traceback" not in said
     assert saved(folder)["step"] > 0
     wait_until(lambda: alive_in_session(process.pid) == [], 15)
-    assert not [file for file in os.listdir("/dev/shm") if any(f"_{pid}_" in file for pid in everybody)]
+    assert not [
+        file for file in os.listdir("/dev/shm") if any(f"_{pid}_" in file for pid in everybody)
+    ]
 
 
 def test_signal_in_the_last_update(tmp_path, monkeypatch, capsys):
@@ -426,7 +548,8 @@ def test_signal_in_the_last_update(tmp_path, monkeypatch, capsys):
 
 
 def test_second_signal(start):
-    """It does not wait for what the run is doing: here, for an environment that hangs in the main process."""
+    """It does not wait for what the run is doing: here, for an environment that hangs in the main
+    process."""
     process, _ = start(f"{HANG} 0")
     process.terminate()
     with pytest.raises(subprocess.TimeoutExpired):
@@ -439,24 +562,29 @@ def test_second_signal(start):
 CARTPOLE = "--env-id CartPole-v1 --num-workers 0 --total-timesteps"
 
 
-@pytest.mark.parametrize("error", [OSError("No space left on device"), RuntimeError("PytorchStreamWriter failed")])
+@pytest.mark.parametrize(
+    "error", [OSError("No space left on device"), RuntimeError("PytorchStreamWriter failed")]
+)
 def test_full_disk(tmp_path, monkeypatch, capfd, error):
-    """Checkpoints that cannot be written are reported, the one before stays, training goes on. If the last one cannot be
-    written either: exit status 1, after the evaluation. Resuming replaces what the curves say of later steps."""
+    """Checkpoints that cannot be written are reported, the one before stays, training goes on. If
+    the last one cannot be written either: exit status 1, after the evaluation. Resuming replaces
+    what the curves say of later steps."""
 
     def fail(content, file):
         file.write(b"half a checkp")
         raise error
 
     folder = run_here(tmp_path, f"{CARTPOLE} 64")
-    before, resume = (folder / "checkpoint.pt").read_bytes(), ["--resume", str(folder), "--total-timesteps", "192"]
+    before = (folder / "checkpoint.pt").read_bytes()
+    resume = ["--resume", str(folder), "--total-timesteps", "192"]
     with monkeypatch.context() as patch:
         patch.setattr(torch, "save", fail)
         assert ver_ppo.main([*resume, "--checkpoint-interval", "1", "--eval-episodes", "2"]) == 1
     said = "".join(capfd.readouterr())
     assert said.count("not written, the one before stays") == 3 and "evaluation, 2 sampled" in said
     assert f"the last checkpoint could not be written: {error}" in said
-    assert (folder / "checkpoint.pt").read_bytes() == before and not (folder / "checkpoint.tmp").exists()
+    assert (folder / "checkpoint.pt").read_bytes() == before
+    assert not (folder / "checkpoint.tmp").exists()
     assert ver_ppo.main(resume) == 0 and saved(folder)["step"] == 192
     assert [*logged(folder, "losses/entropy")] == [64, 128, 192]
 
@@ -470,7 +598,8 @@ def test_full_disk_for_tensorboard(tmp_path, monkeypatch, capfd):
 
     monkeypatch.setattr(SummaryWriter, "add_scalar", fail)
     folder = run_here(tmp_path, f"{CARTPOLE} 256 --eval-episodes 2")
-    assert "".join(capfd.readouterr()).count("TensorBoard's curves end at step 64: No space left on device") == 1
+    words = "TensorBoard's curves end at step 64: No space left on device"
+    assert "".join(capfd.readouterr()).count(words) == 1
     assert saved(folder)["step"] == 256
 
 
@@ -485,7 +614,11 @@ def test_a_run_that_has_not_ended(tmp_path, capsys):
     """Nobody else can write into its folder."""
     folder = run_here(tmp_path, f"{CARTPOLE} 64")
     lock = ver_ppo.lock_folder(folder)
-    one_line(capsys, ["--resume", str(folder), "--total-timesteps", "128"], f"{folder} belongs to a run that has not ended")
+    one_line(
+        capsys,
+        ["--resume", str(folder), "--total-timesteps", "128"],
+        f"{folder} belongs to a run that has not ended",
+    )
     os.close(lock)
     assert ver_ppo.main(["--resume", str(folder), "--total-timesteps", "128"]) == 0
 
@@ -505,7 +638,8 @@ def test_full_shared_memory(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(ver_ppo.shutil, "disk_usage", lambda path: SimpleNamespace(free=100))
     assert ver_ppo.main(small(tmp_path, *f"{CARTPOLE} 64 --overlap".split())) == 2
     error = capsys.readouterr().err
-    assert "MiB of shared memory are needed and /dev/shm has 0: enlarge it (docker run --shm-size)" in error
+    assert "MiB of shared memory are needed and /dev/shm has 0: enlarge it" in error
+    assert "/dev/shm has 0: enlarge it (docker run --shm-size)" in error
     assert "Traceback" not in error and nobody_left()
 
 
@@ -518,13 +652,17 @@ def test_out_of_memory(capsys, train):
     """One line that says what to lower."""
     assert ver_ppo.main(["--env-id", "CartPole-v1"], train=train) == 1
     error = capsys.readouterr().err
-    assert "ried to allocate" in error and ": give more --num-minibatches, or less of --num-envs" in error
+    assert "ried to allocate" in error
+    assert ": give more --num-minibatches, or less of --num-envs" in error
     assert len(error.splitlines()) == 1
 
 
-@pytest.mark.parametrize("bad, skipped", [({5}, [0, 0.25, 0, 0]), ({0, 1, 6, 7, 15}, [0.5, 0.5, 0, 0.25])])
+@pytest.mark.parametrize(
+    "bad, skipped", [({5}, [0, 0.25, 0, 0]), ({0, 1, 6, 7, 15}, [0.5, 0.5, 0, 0.25])]
+)
 def test_gradients_that_are_not_finite(tmp_path, monkeypatch, bad, skipped):
-    """Such a mini-batch is skipped and counted (a rollout has four, over two epochs); the others are learned from."""
+    """Such a mini-batch is skipped and counted (a rollout has four, over two epochs); the others
+    are learned from."""
     calls, loss = itertools.count(), ver_ppo.ppo_loss
 
     def spoilt(*args):
@@ -538,7 +676,8 @@ def test_gradients_that_are_not_finite(tmp_path, monkeypatch, bad, skipped):
 
 
 def test_no_gradient_is_finite(tmp_path, monkeypatch, capsys):
-    """An update without a single finite gradient ends the run; the checkpoint has the weights before it."""
+    """An update without a single finite gradient ends the run; the checkpoint has the weights
+    before it."""
     update, weights = ver_ppo.ppo_update, []
 
     def spoilt(policy, optimizer, rollout, *more):
@@ -549,14 +688,20 @@ def test_no_gradient_is_finite(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(ver_ppo, "ppo_update", spoilt)
     assert ver_ppo.main(small(tmp_path, *f"{CARTPOLE} 640".split())) == 1
-    assert "not one gradient of this update was finite: try a lower --learning-rate" in capsys.readouterr().err
+    words = "not one gradient of this update was finite: try a lower --learning-rate"
+    assert words in capsys.readouterr().err
     (folder,) = run_folders(tmp_path)
-    assert saved(folder)["step"] == 128 and same(saved(folder)["policy"], weights[-1]) and len(weights) == 3
+    assert saved(folder)["step"] == 128
+    assert same(saved(folder)["policy"], weights[-1])
+    assert len(weights) == 3
 
 
 def test_small_soak(tmp_path):
-    """A short run of tests/benchmarks/soak.py: deaths, hangs, Ctrl-C, --resume; each step is learned from once."""
-    wrong, sums, _ = soak.soak(0.4, 0.2, death_sec=1.5, hang_sec=4, num_envs=4, folder=tmp_path, say=print)
+    """A short run of what tests/benchmarks/soak.py does: deaths, hangs, Ctrl-C, --resume; each step
+    is learned from once."""
+    wrong, sums, _ = soak(
+        0.4, 0.2, death_sec=1.5, hang_sec=4, num_envs=4, folder=tmp_path, say=print
+    )
     assert not wrong, wrong
     assert sums["started again"] >= 4 and sums["made up"] >= 3 and sums["learned"] > 300
 
@@ -564,11 +709,15 @@ def test_small_soak(tmp_path):
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     """A small checkpoint."""
-    return run_here(tmp_path_factory.mktemp("runs"), f"{CARTPOLE} 64", "--hidden-size", "8") / "checkpoint.pt"
+    return (
+        run_here(tmp_path_factory.mktemp("runs"), f"{CARTPOLE} 64", "--hidden-size", "8")
+        / "checkpoint.pt"
+    )
 
 
 def test_damaged_checkpoints(tmp_path, checkpoint):
-    """Cut off anywhere: refused in one line. With any bit changed: refused in one line, or it can be read."""
+    """Cut off anywhere: refused in one line. With any bit changed: refused in one line, or it can
+    be read."""
     whole, rng, refused = checkpoint.read_bytes(), np.random.default_rng(0), 0
     content, path = ver_ppo.load_checkpoint(checkpoint), tmp_path / "checkpoint.pt"
     for case in range(150):
@@ -587,23 +736,59 @@ def test_damaged_checkpoints(tmp_path, checkpoint):
 
 
 def test_hostile_checkpoints(tmp_path, checkpoint, capsys):
-    """Code anywhere in the file is refused, and not executed; so are files of other programs and of other versions."""
+    """Code anywhere in the file is refused, and not executed; so are files of other programs and of
+    other versions."""
     content, path = ver_ppo.load_checkpoint(checkpoint), tmp_path / "checkpoint.pt"
     code = Code(tmp_path / "executed")
-    bad = [{key: thing} for key in content for thing in (code, None, "rubbish", [code], {"code": code}, torch.zeros(2))]
-    bad += [{"options": {**content["options"], "seed": code}}, *({"format": number} for number in (1, 4, 99))]
-    unfit = [{"optimizer": {}}, {"optimizer": {"state": {}, "param_groups": [{}]}}, {"step": -5}, {"update": -1}]
-    unfit += [{"recent": [[1.0], [2.0, 3.0]]}, {"recent": [5]}, {"policy": {name: 1.0 for name in content["policy"]}}]
-    files = [{**content, **change} for change in bad] + [code, {"weights": torch.zeros(3)}, [content], None]
+    bad = [
+        {key: thing}
+        for key in content
+        for thing in (code, None, "rubbish", [code], {"code": code}, torch.zeros(2))
+    ]
+    bad += [
+        {"options": {**content["options"], "seed": code}},
+        *({"format": number} for number in (1, 4, 99)),
+    ]
+    unfit = [
+        {"optimizer": {}},
+        {"optimizer": {"state": {}, "param_groups": [{}]}},
+        {"step": -5},
+        {"update": -1},
+    ]
+    unfit += [
+        {"recent": [[1.0], [2.0, 3.0]]},
+        {"recent": [5]},
+        {"policy": {name: 1.0 for name in content["policy"]}},
+    ]
+    files = [{**content, **change} for change in bad] + [
+        code,
+        {"weights": torch.zeros(3)},
+        [content],
+        None,
+    ]
     for file in files:
         torch.save(file, path)
         number = file.get("format") if isinstance(file, dict) else None
-        word = "another version" if type(number) is int and number != ver_ppo.CHECKPOINT_FORMAT else str(path)
-        for how in (["--checkpoint", str(path)], ["--resume", str(tmp_path)], ["--init-from", str(path)]):
-            one_line(capsys, [*how, "--env-id", "CartPole-v1", "--runs-dir", str(tmp_path / "runs")], word)
+        word = (
+            "another version"
+            if type(number) is int and number != ver_ppo.CHECKPOINT_FORMAT
+            else str(path)
+        )
+        for how in (
+            ["--checkpoint", str(path)],
+            ["--resume", str(tmp_path)],
+            ["--init-from", str(path)],
+        ):
+            one_line(
+                capsys,
+                [*how, "--env-id", "CartPole-v1", "--runs-dir", str(tmp_path / "runs")],
+                word,
+            )
     for change in unfit:
         torch.save({**content, **change}, path)
-        one_line(capsys, ["--resume", str(tmp_path), "--runs-dir", str(tmp_path / "runs")], str(path))
+        one_line(
+            capsys, ["--resume", str(tmp_path), "--runs-dir", str(tmp_path / "runs")], str(path)
+        )
     torch.save({**content, "options": {**content["options"], "seed": "many"}}, path)
     with pytest.raises(SystemExit, match="2"):
         ver_ppo.main(["--resume", str(tmp_path)])
@@ -627,5 +812,8 @@ class Code:
 def test_checkpoints_of_other_networks(checkpoint, capsys):
     """Another size, other observations, other actions: refused in one line."""
     for change in ("--hidden-size 16", "--env-id pointnav", "--env-id MountainCar-v0"):
-        for how in (["--checkpoint", str(checkpoint), "--eval-episodes", "1"], ["--resume", str(checkpoint.parent)]):
+        for how in (
+            ["--checkpoint", str(checkpoint), "--eval-episodes", "1"],
+            ["--resume", str(checkpoint.parent)],
+        ):
             one_line(capsys, [*how, *change.split()], "belongs to another network")

@@ -18,7 +18,7 @@ import pytest
 
 import ver_ppo
 from notebooks.environments import habitat, pointnav
-from tests.test_run import one_line, run_folders, small
+from tests.helpers import one_line, run_folders, small
 
 # habitat-lab 0.3.320260507, pointnav_habitat_test.yaml, 16 x 16 depth; and ObjectNav's category
 SPACES = {

@@ -15,7 +15,8 @@ pytestmark = pytest.mark.quick
 
 
 def loss_by_hand(logits, value, batch):
-    """Loss, policy term, share of clipped ratios and approximate KL, in plain floating-point numbers."""
+    """Loss, policy term, share of clipped ratios and approximate KL, in plain floating-point
+    numbers."""
     terms = []
     for m, row in enumerate(logits.tolist()):
         p = [math.exp(x) / sum(map(math.exp, row)) for x in row]
@@ -31,15 +32,23 @@ def loss_by_hand(logits, value, batch):
 
 
 def test_ppo_loss_by_hand():
-    """Policy, value and entropy terms, and the gradient: by small differences of the loss, so none where the ratio has left the
-    range in the direction of its advantage."""
-    logits, value = torch.randn(12, 3).double().requires_grad_(), torch.randn(12).double().requires_grad_()
+    """Policy, value and entropy terms, and the gradient: by small differences of the loss, so none
+    where the ratio has left the range in the direction of its advantage."""
+    logits = torch.randn(12, 3).double().requires_grad_()
+    value = torch.randn(12).double().requires_grad_()
     batch = {"action": torch.randint(3, (12, 1)), "log_prob": -1 - torch.rand(12).double()}
-    batch |= {name: torch.randn(12).double() for name in ("advantage", "returns")} | {"weight": torch.rand(12).double(), "scale": 3.0}
+    batch |= {name: torch.randn(12).double() for name in ("advantage", "returns")} | {
+        "weight": torch.rand(12).double(),
+        "scale": 3.0,
+    }
     distribution = Independent(Categorical(logits=logits[:, None]), 1)
-    options, log_ent_coef = ver_ppo.Options(clip_coef=0.2, vf_coef=0.7), torch.tensor(0.03).double().log()
+    options = ver_ppo.Options(clip_coef=0.2, vf_coef=0.7)
+    log_ent_coef = torch.tensor(0.03).double().log()
     loss, logs = ver_ppo.ppo_loss(distribution, value, batch, log_ent_coef, options)
-    got = [loss.item(), *(logs[f"losses/{name}"].item() for name in ("policy_loss", "clipfrac", "approx_kl"))]
+    got = [
+        loss.item(),
+        *(logs[f"losses/{name}"].item() for name in ("policy_loss", "clipfrac", "approx_kl")),
+    ]
     np.testing.assert_allclose(got, loss_by_hand(logits, value, batch), rtol=1e-5)
     assert 0 < got[2] < 1
     for tensor, gradient in zip((logits, value), torch.autograd.grad(loss, (logits, value))):
@@ -49,7 +58,9 @@ def test_ppo_loss_by_hand():
                 tensor.data[index] += change
                 losses.append(loss_by_hand(logits, value, batch)[0])
             tensor.data[index] += 1e-6
-            assert gradient[index].item() == pytest.approx((losses[0] - losses[1]) / 2e-6, rel=1e-3, abs=1e-7)
+            assert gradient[index].item() == pytest.approx(
+                (losses[0] - losses[1]) / 2e-6, rel=1e-3, abs=1e-7
+            )
 
 
 def learn(policy, optimizer, rollout, options):
@@ -60,14 +71,18 @@ def learn(policy, optimizer, rollout, options):
 
 @pytest.mark.parametrize("target, grows", [(1.5, True), (0.1, False)])
 def test_entropy_constraint(target, grows):
-    """The learned coefficient rises while the entropy is below its target, falls while above, and keeps its bounds."""
+    """The learned coefficient rises while the entropy is below its target, falls while above, and
+    keeps its bounds."""
     workers = VirtualWorkers(2, lambda e, step: 1.0)
-    policy, rollout, c = build(workers, 2, 8, ent_coef=0.01, target_entropy=target, num_minibatches=1)
+    policy, rollout, c = build(
+        workers, 2, 8, ent_coef=0.01, target_entropy=target, num_minibatches=1
+    )
     optimizer = torch.optim.SGD([policy.log_ent_coef], lr=1.0)
     for _ in range(3):
         ver_ppo.collect_rollout(policy, rollout, c)
         logs = learn(policy, optimizer, rollout, c.options)
-    assert (policy.log_ent_coef.item() > math.log(0.01)) == grows and 0.1 < logs["losses/entropy"] < 1.5
+    assert (policy.log_ent_coef.item() > math.log(0.01)) == grows
+    assert 0.1 < logs["losses/entropy"] < 1.5
     optimizer.param_groups[0]["lr"] = 0.0
     for start, bound in ((3.0, 1.0), (-100.0, 1e-4)):
         policy.log_ent_coef.data.fill_(start)
@@ -76,22 +91,31 @@ def test_entropy_constraint(target, grows):
 
 
 def test_entropy_coefficient_is_not_clipped():
-    """Far from its target the coefficient's gradient is large: the network's is scaled down no more than without it."""
+    """Far from its target the coefficient's gradient is large: the network's is scaled down no more
+    than without it."""
     norms, weights = [], []
     for target in (None, 20.0):
         workers = VirtualWorkers(2, lambda e, step: 1.0)
         torch.manual_seed(0)
-        policy, rollout, c = build(workers, 2, 8, ent_coef=1.0, target_entropy=target, num_minibatches=1, update_epochs=1)
+        policy, rollout, c = build(
+            workers, 2, 8, ent_coef=1.0, target_entropy=target, num_minibatches=1, update_epochs=1
+        )
         ver_ppo.collect_rollout(policy, rollout, c)
-        norms.append(learn(policy, torch.optim.SGD(policy.parameters(), lr=0.1), rollout, c.options)["losses/grad_norm"])
+        norms.append(
+            learn(policy, torch.optim.SGD(policy.parameters(), lr=0.1), rollout, c.options)[
+                "losses/grad_norm"
+            ]
+        )
         weights.append(policy.actor.weight.tolist())
     assert norms[0] == norms[1] > 0 and weights[0] == weights[1]
 
 
 def test_epochs(monkeypatch):
-    """Each epoch learns from every step once, in --num-minibatches mini-batches of equal size, in an order of its own; with
-    --norm-adv from advantages of mean 0 and deviation 1."""
-    workers = VirtualWorkers(3, lambda e, step: 1.0 + e, lambda e, step: "terminated" if step % 5 == 4 else None)
+    """Each epoch learns from every step once, in --num-minibatches mini-batches of equal size, in
+    an order of its own; with --norm-adv from advantages of mean 0 and deviation 1."""
+    workers = VirtualWorkers(
+        3, lambda e, step: 1.0 + e, lambda e, step: "terminated" if step % 5 == 4 else None
+    )
     policy, rollout, c = build(workers, 3, 20, num_minibatches=4, update_epochs=3, norm_adv=True)
     ver_ppo.collect_rollout(policy, rollout, c)
     epochs = []
@@ -101,22 +125,30 @@ def test_epochs(monkeypatch):
         assert len(epochs[-1]) == 15
         advantage_S = rollout.advantage
         normal_S = (advantage_S - advantage_S.mean()) / advantage_S.std()
-        np.testing.assert_allclose(batch["advantage"], normal_S[batch["step"]], rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(
+            batch["advantage"], normal_S[batch["step"]], rtol=1e-4, atol=1e-5
+        )
         return {"losses/skipped": torch.zeros(())}
 
     monkeypatch.setattr(ver_ppo, "minibatch_step", minibatch_step)
     learn(policy, torch.optim.SGD(policy.parameters(), lr=1.0), rollout, c.options)
     epochs = np.stack(epochs).reshape(3, 60).tolist()
-    assert [sorted(steps) for steps in epochs] == [list(range(60))] * 3 and epochs[0] != epochs[1] != epochs[2]
+    assert [sorted(steps) for steps in epochs] == [list(range(60))] * 3
+    assert epochs[0] != epochs[1] != epochs[2]
 
 
 def test_return_scale():
-    """The running root mean square of the returns: the first ones that are not 0 count whole, later ones a twentieth; of all
-    processes, the mean of their squares counts. Values are in its units."""
+    """The running root mean square of the returns: the first ones that are not 0 count whole, later
+    ones a twentieth; of all processes, the mean of their squares counts. Values are in its
+    units."""
     workers = VirtualWorkers(2, lambda e, step: 1.0)
     policy, rollout, c = build(workers, 2, 8)
     policy.critic.scale.data.fill_(0.0)
-    inputs = {"obs": torch.randn(5, 4)}, torch.zeros(5, 1, dtype=torch.int64), torch.zeros(5, dtype=torch.bool)
+    inputs = (
+        {"obs": torch.randn(5, 4)},
+        torch.zeros(5, 1, dtype=torch.int64),
+        torch.zeros(5, dtype=torch.bool),
+    )
     state = torch.randn(5, *policy.state_shape)
     assert not policy.step(*inputs, state)[1].any()
     rollout.learned, square = 12, None
@@ -131,25 +163,30 @@ def test_return_scale():
         found = ver_ppo.return_scale(policy, rollout, average)
         new = (mine + other) / 2
         square = square + 0.05 * (new - square) if square else new
-        assert found == pytest.approx(max(math.sqrt(square), 1e-8), rel=1e-5) and (k == 0) == (found == 1e-8)
+        assert found == pytest.approx(max(math.sqrt(square), 1e-8), rel=1e-5)
+        assert (k == 0) == (found == 1e-8)
     value_B = policy.step(*inputs, state)[1].clone()
     policy.critic.scale.data /= 8
     assert torch.equal(policy.step(*inputs, state)[1], value_B / 8)
 
 
 def test_rewards_of_any_size(tmp_path):
-    """The same run with rewards 128 times as large, and divided by 128: the same actions, and bit for bit the same weights, but for
-    the scale. By 100, a number that is not exact, up to rounding; by 0, nothing is learned but the entropy's bonus."""
+    """The same run with rewards 128 times as large, and divided by 128: the same actions, and bit
+    for bit the same weights, but for the scale. By 100, a number that is not exact, up to rounding;
+    by 0, nothing is learned but the entropy's bonus."""
     saved = {}
     for factor in (1, 128, 1 / 128, 100, 0):
-        line = "--env-id tests.envs:Cue-v0 --no-overlap --num-workers 0 --learner-threads 1 --num-envs 4 --num-steps 16 --hidden-size 8"
-        line += f" --total-timesteps 640 --eval-episodes 0 --gamma 0.875 --gae-lambda 0.5 --runs-dir {tmp_path / str(factor)}"
-        assert ver_ppo.main([*line.split(), "--wrappers", f"tests.envs:Rewards(factor={factor})"]) == 0
+        line = "--env-id tests.envs:Cue-v0 --no-overlap --num-workers 0 --learner-threads 1"
+        line += " --num-envs 4 --num-steps 16 --hidden-size 8 --total-timesteps 640"
+        line += " --eval-episodes 0 --gamma 0.875 --gae-lambda 0.5"
+        line += f" --runs-dir {tmp_path / str(factor)}"
+        line += f" --wrappers tests.envs:Rewards(factor={factor})"
+        assert ver_ppo.main(line.split()) == 0
         (folder,) = (tmp_path / str(factor)).iterdir()
         saved[factor] = ver_ppo.load_checkpoint(folder / "checkpoint.pt")["policy"]
+    first = saved[1]["critic.scale"].item()
     for factor, weights in saved.items():
         scale = weights.pop("critic.scale").item() / (factor or 1)
-        first = scale if factor == 1 else first
         assert factor == 0 or scale == pytest.approx(first, rel=1e-4)
         for name, weight in weights.items():
             if factor in (128, 1 / 128):
@@ -160,32 +197,48 @@ def test_rewards_of_any_size(tmp_path):
 
 
 def test_bfloat16():
-    """--bf16 (allowed on CUDA only, tried here on the CPU) is for the encoders: what they give is float32 again, and close; so
-    learning finds the log-probabilities and values that acting found."""
+    """--bf16 (allowed on CUDA only, tried here on the CPU) is for the encoders: what they give is
+    float32 again, and close; so learning finds the log-probabilities and values that acting
+    found."""
     policy = ver_ppo.Policy(SPEC, ver_ppo.Options(hidden_size=8))
-    inputs, features = ({"obs": torch.randn(9, 4)}, torch.randint(3, (9, 1)), torch.zeros(9, dtype=torch.bool)), []
+    inputs = (
+        {"obs": torch.randn(9, 4)},
+        torch.randint(3, (9, 1)),
+        torch.zeros(9, dtype=torch.bool),
+    )
+    features = []
     for policy.bf16 in (False, True):
         features.append(policy.encode(*inputs))
     torch.testing.assert_close(*features, rtol=0.05, atol=0.05)
     assert features[1].dtype == torch.float32 and not torch.equal(*features)
-    workers = VirtualWorkers(3, lambda e, step: 1.0 + e, lambda e, step: "terminated" if step % 5 == 4 else None)
+    workers = VirtualWorkers(
+        3, lambda e, step: 1.0 + e, lambda e, step: "terminated" if step % 5 == 4 else None
+    )
     policy, rollout, c = build(workers, 3, 20)
     policy.bf16 = True
     ver_ppo.collect_rollout(policy, rollout, c)
     sequences = ver_ppo.find_sequences(rollout.segment, rollout.first)
     batch = ver_ppo.make_batch(rollout, sequences)
     distribution, value, _ = ver_ppo.run_sequences(policy, batch)
-    torch.testing.assert_close(distribution.log_prob(batch["action"]), batch["log_prob"], rtol=0, atol=2e-3)
-    torch.testing.assert_close(value, torch.from_numpy(rollout.value)[batch["step"]], rtol=0, atol=2e-3)
+    torch.testing.assert_close(
+        distribution.log_prob(batch["action"]), batch["log_prob"], rtol=0, atol=2e-3
+    )
+    torch.testing.assert_close(
+        value, torch.from_numpy(rollout.value)[batch["step"]], rtol=0, atol=2e-3
+    )
 
 
 def test_distributions():
-    """Several choices are independent: log-probabilities and entropies add, the mode is each one's."""
+    """Several choices are independent: log-probabilities and entropies add, the mode is each
+    one's."""
     spec = ver_ppo.EnvSpec(SPEC.observations, gym.spaces.MultiDiscrete([3, 4]), ())
     policy, core = ver_ppo.Policy(spec, ver_ppo.Options(hidden_size=8)), 100 * torch.randn(50, 8)
-    parts, joint = [Categorical(logits=part) for part in policy.actor(core).split([3, 4], 1)], policy.heads(core)[0]
+    parts = [Categorical(logits=part) for part in policy.actor(core).split([3, 4], 1)]
+    joint = policy.heads(core)[0]
     action = joint.sample()
-    torch.testing.assert_close(joint.log_prob(action), sum(p.log_prob(a) for p, a in zip(parts, action.T)))
+    torch.testing.assert_close(
+        joint.log_prob(action), sum(p.log_prob(a) for p, a in zip(parts, action.T))
+    )
     torch.testing.assert_close(joint.entropy(), sum(p.entropy() for p in parts))
     assert joint.mode.tolist() == torch.stack([part.mode for part in parts], 1).tolist()
 
@@ -193,4 +246,9 @@ def test_distributions():
 def test_learning_rate():
     """Cosine from the start value to 0."""
     options = ver_ppo.Options(learning_rate=1e-3, total_timesteps=1000)
-    assert [round(ver_ppo.learning_rate_at(step, options), 9) for step in (0, 500, 1000, 1100)] == [1e-3, 5e-4, 0, 0]
+    assert [round(ver_ppo.learning_rate_at(step, options), 9) for step in (0, 500, 1000, 1100)] == [
+        1e-3,
+        5e-4,
+        0,
+        0,
+    ]

@@ -1,13 +1,11 @@
-"""Many ranks on the CPU: one is ver_ppo.py, several are one; preemption, stale steps, decisions taken together."""
+"""Many ranks on the CPU: one is ver_ppo.py, several are one; preemption, stale steps, decisions
+taken together."""
 
 import contextlib
-import itertools
 import io
 import os
 import shutil
 import signal
-import socket
-import subprocess
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
@@ -19,27 +17,24 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.nn.utils import parameters_to_vector
 
 import ver_multigpu
 import ver_ppo
 from notebooks.extensions.virtual_clock import SPEC, VirtualWorkers, build, collect
-from tests.benchmarks import scaling
-from tests.test_run import alive_in_session, differences, run_folders, small, wait_until
-
-
-def free_port():
-    with contextlib.closing(socket.socket()) as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
-def rank_environment(rank, size, port):
-    """What torchrun tells a rank (but for its agent, which most of these tests do without)."""
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    return dict(zip(names, map(str, (rank, rank, size, size, "127.0.0.1", port))))
+from notebooks.extensions.virtual_ranks import simulate
+from tests.helpers import (
+    alive_in_session,
+    differences,
+    free_port,
+    rank_environment,
+    run_folders,
+    small,
+    start,
+    stop,
+    wait_until,
+)
 
 
 def run_rank(function, rank, port, args):
@@ -50,20 +45,27 @@ def run_rank(function, rank, port, args):
 
 @pytest.fixture(scope="module")
 def on_two():
-    """on_two(function, *args): the results of function(rank, *args) in two processes, which all tests share."""
+    """on_two(function, *args): the results of function(rank, *args) in two processes, which all
+    tests share."""
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
-        yield lambda f, *args: list(pool.map(run_rank, [f] * 2, (0, 1), [free_port()] * 2, [args] * 2, timeout=90))
+        yield lambda f, *args: list(
+            pool.map(run_rank, [f] * 2, (0, 1), [free_port()] * 2, [args] * 2, timeout=90)
+        )
 
 
 def run_main(rank, args, args_1=(), stop_in=0):
-    """ver_multigpu.main in one rank, rank 1 with more arguments; it gets SIGTERM twice in its update `stop_in`. Returns exit
-    status, what was printed, what it says of itself alone, all seeds that were derived, the collectives, and what each update
-    learned from and came to."""
+    """ver_multigpu.main in one rank, rank 1 with more arguments; it gets SIGTERM twice in its
+    update `stop_in`. Returns exit status, what was printed, what it says of itself alone, all seeds
+    that were derived, the collectives, and what each update learned from and came to."""
     found = SimpleNamespace(seeds=set(), collectives=[], updates=[])
-    call, update, step, derive = ver_multigpu.Ranks.call, ver_ppo.ppo_update, ver_ppo.minibatch_step, ver_ppo.derive_seed
+    call = ver_multigpu.Ranks.call
+    update = ver_ppo.ppo_update
+    step = ver_ppo.minibatch_step
+    derive = ver_ppo.derive_seed
 
     def counting_call(ranks, function, *more, **named):
-        found.collectives += [function.__name__] * (function.__name__ != "add")  # the counter: not a collective
+        # the counter: not a collective
+        found.collectives += [function.__name__] * (function.__name__ != "add")
         return call(ranks, function, *more, **named)
 
     def noting_seed(*numbers):
@@ -78,7 +80,11 @@ def run_main(rank, args, args_1=(), stop_in=0):
     def watching_update(policy, optimizer, rollout, *more):
         steps_N = np.bincount(rollout.env[: rollout.size], minlength=rollout.num_envs)
         counts = {"fresh": rollout.size, "stale": sum(rollout.segment >= rollout.num_envs)}
-        counts |= {"different": len(set(zip(rollout.env, rollout.sent_at))), "min": min(steps_N), "max": max(steps_N)}
+        counts |= {
+            "different": len(set(zip(rollout.env, rollout.sent_at))),
+            "min": min(steps_N),
+            "max": max(steps_N),
+        }
         found.updates.append({**counts, "learned": []})
         logs = update(policy, optimizer, rollout, *more)
         found.updates[-1]["weights"] = parameters_to_vector(policy.parameters()).tolist()
@@ -87,7 +93,11 @@ def run_main(rank, args, args_1=(), stop_in=0):
         return logs
 
     printed, said = io.StringIO(), io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stdout(printed),
+        contextlib.redirect_stderr(printed),
+    ):
         patch.setattr(sys, "__stderr__", said)
         patch.setattr(ver_multigpu.Ranks, "call", counting_call)
         patch.setattr(ver_ppo, "derive_seed", noting_seed)
@@ -104,7 +114,7 @@ def saved(tmp_path):
     return ver_ppo.load_checkpoint(folder / "checkpoint.pt")
 
 
-# ------------------------------------------------------------------------------------------------- one rank, many ranks
+# ----------------------------------------------------------------------------- one rank, many ranks
 
 
 @pytest.mark.parametrize("more", [[], ["--no-norm-adv", "--sampler", "nover"]])
@@ -119,9 +129,19 @@ def test_one_rank_is_ver_ppo(tmp_path, more):
 def test_ranks_part_before_evaluating(tmp_path, monkeypatch):
     """Rank 0 may evaluate for longer than the others would wait."""
     together = []
-    monkeypatch.setattr(ver_ppo.Run, "evaluate", lambda run: together.append(torch.distributed.is_initialized()))
+    monkeypatch.setattr(
+        ver_ppo.Run, "evaluate", lambda run: together.append(torch.distributed.is_initialized())
+    )
     args = small(
-        tmp_path, "--env-id", "CartPole-v1", "--num-workers", "0", "--total-timesteps", "64", "--preemption", "none"
+        tmp_path,
+        "--env-id",
+        "CartPole-v1",
+        "--num-workers",
+        "0",
+        "--total-timesteps",
+        "64",
+        "--preemption",
+        "none",
     )
     assert ver_multigpu.main(args) == 0 and together == [False]
 
@@ -142,7 +162,9 @@ def rollout_of(seed):
 
 def step_weights(policy, rollout, options, *average):
     """The weights after one step of gradient descent, and what was logged."""
-    logs = ver_ppo.ppo_update(policy, torch.optim.SGD(policy.parameters(), lr=1.0), rollout, options, *average)
+    logs = ver_ppo.ppo_update(
+        policy, torch.optim.SGD(policy.parameters(), lr=1.0), rollout, options, *average
+    )
     return parameters_to_vector(policy.parameters()).detach(), logs
 
 
@@ -152,13 +174,15 @@ def learn_half(rank):
 
 
 def test_halves_are_the_whole(on_two):
-    """Two ranks with a rollout each take the step that one process takes with both rollouts: gradients, clipping, and the
-    statistics that advantages are normalized by."""
+    """Two ranks with a rollout each take the step that one process takes with both rollouts:
+    gradients, clipping, and the statistics that advantages are normalized by."""
     (weights, logs), (other_weights, other_logs) = on_two(learn_half)
     assert torch.equal(weights, other_weights)
     (policy, one, options), (_, two, _) = rollout_of(seed=1), rollout_of(seed=2)
     half = np.arange(one.steps)
-    whole = ver_ppo.Rollout(SPEC, 2 * one.steps, 2 * one.num_envs, policy.state_shape, torch.device("cpu"))
+    whole = ver_ppo.Rollout(
+        SPEC, 2 * one.steps, 2 * one.num_envs, policy.state_shape, torch.device("cpu")
+    )
     whole.copy(half, one, half)
     whole.copy(one.steps + half, two, half)
     whole.learned = whole.steps
@@ -174,16 +198,30 @@ def test_halves_are_the_whole(on_two):
 
 LATENCY = "notebooks.extensions.wrappers:Latency(mean_ms={}, spread=0)"
 OPTIMAL, THRESHOLD, NONE = (["--preemption", how] for how in ("optimal", "threshold", "none"))
-MODES = [OPTIMAL, [*OPTIMAL, "--sampler", "nover"], [*THRESHOLD, "--sampler", "sync", "--sync-frac", "0.5"]]
+MODES = [
+    OPTIMAL,
+    [*OPTIMAL, "--sampler", "nover"],
+    [*THRESHOLD, "--sampler", "sync", "--sync-frac", "0.5"],
+]
 MODES += [NONE, [*NONE, "--overlap"], [*NONE, "--sampler", "async"]]
 
 
 @pytest.mark.parametrize("more", MODES, ids=" ".join)
 def test_preempted_rank(tmp_path, on_two, more):
-    """One rank is many times as slow as the other. Whatever is done about it: both learn from exactly S steps each time, call
-    as many collectives, and have the same weights after every update; if it is preempted, what it has less is stale."""
+    """One rank is many times as slow as the other. Whatever is done about it: both learn from
+    exactly S steps each time, call as many collectives, and have the same weights after every
+    update; if it is preempted, what it has less is stale."""
     preempts, latency = NONE[1] not in more, ["--wrappers", LATENCY.format(2)]
-    args = small(tmp_path, "--env-id", "tests.envs:Count-v0", "--total-timesteps", "800", "--debug", *more, *latency)
+    args = small(
+        tmp_path,
+        "--env-id",
+        "tests.envs:Count-v0",
+        "--total-timesteps",
+        "800",
+        "--debug",
+        *more,
+        *latency,
+    )
     fast, slow = on_two(run_main, args, ["--wrappers", LATENCY.format(40 if preempts else 10)])
     assert fast.status == slow.status == 0, fast.printed
     assert fast.collectives == slow.collectives and "all_reduce" in fast.collectives
@@ -195,26 +233,36 @@ def test_preempted_rank(tmp_path, on_two, more):
         assert sorted(update["learned"]) == sorted(2 * list(range(64))), "two epochs"
         assert update["different"] == 64 and update["stale"] == 64 - update["fresh"]
     assert len({tuple(update["weights"]) for update in fast.updates}) == len(fast.updates)
-    assert fast.updates[0]["stale"] == slow.updates[0]["stale"] == 0, "there is nothing to fill up with yet"
+    assert fast.updates[0]["stale"] == slow.updates[0]["stale"] == 0, (
+        "there is nothing to fill up with yet"
+    )
     assert any(update["stale"] for update in slow.updates) == preempts
-    assert more[1] != "threshold" or all(update["fresh"] >= 16 for update in slow.updates), "a quarter"
-    assert saved(tmp_path)["step"] == sum(update["fresh"] for update in updates), "only new steps count"
+    assert more[1] != "threshold" or all(update["fresh"] >= 16 for update in slow.updates), (
+        "a quarter"
+    )
+    assert saved(tmp_path)["step"] == sum(update["fresh"] for update in updates), (
+        "only new steps count"
+    )
     events = EventAccumulator(str(run_folders(tmp_path)[0])).Reload()
     reductions = {"ver/steps_per_env_min": (min, "min"), "ver/steps_per_env_max": (max, "max")}
-    reductions |= {"ranks/stale_share": (lambda one, other: (one + other) / 128, "stale")} if preempts else {}
+    reductions |= (
+        {"ranks/stale_share": (lambda one, other: (one + other) / 128, "stale")} if preempts else {}
+    )
     for tag, (reduction, name) in reductions.items():
         expected = [reduction(one[name], other[name]) for one, other in pairs]
         assert [event.value for event in events.Scalars(tag)] == expected, tag
 
 
-# ---------------------------------------------------------------------------------------------------------- preemption
+# --------------------------------------------------------------------------------------- preemption
 
 
 def brute_force(step_sec_RN, num_steps, variable, learning_sec):
-    """The largest S / (Time(S) + LT) over all S; Time(S) by bisection over how much is there at a time."""
+    """The largest S / (Time(S) + LT) over all S; Time(S) by bisection over how much is there at a
+    time."""
     num_ranks, num_envs = step_sec_RN.shape
     steps_S = np.arange(1, num_ranks * num_envs * num_steps + 1)
-    low_S, high_S = np.zeros(len(steps_S)), np.full(len(steps_S), 2 * num_steps * num_envs * step_sec_RN.max())
+    low_S = np.zeros(len(steps_S))
+    high_S = np.full(len(steps_S), 2 * num_steps * num_envs * step_sec_RN.max())
     for _ in range(60):
         middle_S = (low_S + high_S) / 2
         given_SRN, most = middle_S[:, None, None] / step_sec_RN, num_steps
@@ -227,11 +275,14 @@ def brute_force(step_sec_RN, num_steps, variable, learning_sec):
 
 
 def test_optimal_preemption():
-    """Equation 1 against a search over every S, for 1,000 random tables of step times and learning times."""
+    """Equation 1 against a search over every S, for 1,000 random tables of step times and learning
+    times."""
     rng, preempted = np.random.default_rng(0), 0
     for _ in range(1000):
         num_ranks, num_envs, num_steps = rng.integers(1, 6), rng.integers(1, 5), rng.integers(1, 13)
-        spread, variable, learning_sec = rng.uniform(0, 1.5), rng.random() < 0.5, rng.choice([0.0, 0.1, 1.0, 10.0])
+        spread = rng.uniform(0, 1.5)
+        variable = rng.random() < 0.5
+        learning_sec = rng.choice([0.0, 0.1, 1.0, 10.0])
         step_sec_RN = rng.lognormal(-2, spread, (num_ranks, num_envs))
         best, time_of = brute_force(step_sec_RN, num_steps, variable, learning_sec)
         steps, sec = ver_multigpu.optimal_preemption(step_sec_RN, num_steps, variable, learning_sec)
@@ -246,9 +297,13 @@ def test_optimal_preemption():
 
 @pytest.mark.parametrize("sampler", ["ver", "nover"])
 def test_preemption_in_hindsight(sampler):
-    """Under a virtual clock, where a step can take many times what another takes: deciding by the step times of the last
-    rollout comes close to the best S, which is known afterwards only, and is much better than waiting for all ranks."""
-    rates = {how: scaling.simulate(16, 4, 64, sampler, how, rollouts=60, seed=1) for how in ("optimal", "threshold", "none")}
+    """Under a virtual clock, where a step can take many times what another takes: deciding by the
+    step times of the last rollout comes close to the best S, which is known afterwards only, and is
+    much better than waiting for all ranks."""
+    rates = {
+        how: simulate(16, 4, 64, sampler, how, rollouts=60, seed=1)
+        for how in ("optimal", "threshold", "none")
+    }
     optimal = rates["optimal"]
     assert 0.93 * optimal["hindsight"] < optimal["rate"] <= optimal["hindsight"]
     assert optimal["rate"] > 1.15 * rates["none"]["rate"]
@@ -256,21 +311,29 @@ def test_preemption_in_hindsight(sampler):
 
 
 def test_step_seconds():
-    """By hand: until an environment had given its 4 steps, or until the end; those that gave none count as one step."""
+    """By hand: until an environment had given its 4 steps, or until the end; those that gave none
+    count as one step."""
     rollout = ver_ppo.Rollout(SPEC, 12, 3, (2, 8), torch.device("cpu"))
     rollout.size, rollout.clock = 7, (100.0, 110.0, 0.0)
     rollout.env[:] = [0, 1, 0, 0, 1, 0, 1, 2, 2, 2, 2, 2]  # the last five are of the rollout before
-    rollout.began_at[:7], rollout.step_sec[:7] = [100, 101, 102, 104, 103, 106, 107], [1, 1, 1, 1, 1, 2, 1]
-    assert ver_multigpu.step_seconds(rollout, quota=4).tolist() == pytest.approx([8 / 4, 10 / 3, 10])
+    rollout.began_at[:7] = [100, 101, 102, 104, 103, 106, 107]
+    rollout.step_sec[:7] = [1, 1, 1, 1, 1, 2, 1]
+    found = ver_multigpu.step_seconds(rollout, quota=4).tolist()
+    assert found == pytest.approx([8 / 4, 10 / 3, 10])
 
 
 def test_first_rollout_decides_nothing(tmp_path, monkeypatch):
-    """Environments start in it, so its times are not those of steps: the next one is not preempted; those after it may be."""
+    """Environments start in it, so its times are not those of steps: the next one is not preempted;
+    those after it may be."""
     limits, begin = [], ver_multigpu.RankRun.begin_rollout
     monkeypatch.setattr(
-        ver_multigpu.RankRun, "begin_rollout", lambda run, *args: (limits.append(args[0]), begin(run, *args))
+        ver_multigpu.RankRun,
+        "begin_rollout",
+        lambda run, *args: (limits.append(args[0]), begin(run, *args)),
     )
-    args = small(tmp_path, "--env-id", "CartPole-v1", "--num-workers", "0", "--total-timesteps", "256")
+    args = small(
+        tmp_path, "--env-id", "CartPole-v1", "--num-workers", "0", "--total-timesteps", "256"
+    )
     assert ver_multigpu.main(args) == 0
     assert limits[:2] == [ver_multigpu.NO_LIMIT] * 2 and len(limits) == 5 and max(limits[2:]) <= 64
 
@@ -281,13 +344,19 @@ def test_threshold_preemption():
     assert ver_multigpu.threshold_preemption(4, 1.0) == 4
 
 
-@pytest.mark.parametrize("how, limit, others, most", [("threshold", 1, 1, 3), ("optimal", 12, 7, 4)])
+@pytest.mark.parametrize(
+    "how, limit, others, most", [("threshold", 1, 1, 3), ("optimal", 12, 7, 4)]
+)
 def test_enough(tmp_path, how, limit, others, most):
-    """threshold: one rank is done, but this one goes on until it has a quarter of its steps (DD-PPO). optimal: all ranks
-    together have 12. And it ends when another rank cannot go on."""
-    options = ver_multigpu.Options(env_id="CartPole-v1", num_envs=2, num_steps=8, preemption=how, runs_dir=str(tmp_path))
+    """threshold: one rank is done, but this one goes on until it has a quarter of its steps
+    (DD-PPO). optimal: all ranks together have 12. And it ends when another rank cannot go on."""
+    options = ver_multigpu.Options(
+        env_id="CartPole-v1", num_envs=2, num_steps=8, preemption=how, runs_dir=str(tmp_path)
+    )
     with contextlib.closing(ver_multigpu.Ranks(60)) as ranks:
-        with contextlib.closing(ver_multigpu.RankRun(ranks, options, *ver_ppo.build(options))) as run:
+        with contextlib.closing(
+            ver_multigpu.RankRun(ranks, options, *ver_ppo.build(options))
+        ) as run:
             run.begin_rollout(limit, 0.0, 0.0)
             ranks.count(0, others)
             for steps in (0, 2, most, most + 1):
@@ -303,17 +372,23 @@ def test_enough(tmp_path, how, limit, others, most):
 def content(rollout, step):
     """Everything that is known of a step but its segment."""
     rows = (rollout.rows[name] for name in rollout.dtype.names if name != "segment")
-    return [column[step].tobytes() for column in (*rows, rollout.obs["obs"].numpy(), rollout.state.numpy())]
+    return [
+        column[step].tobytes()
+        for column in (*rows, rollout.obs["obs"].numpy(), rollout.state.numpy())
+    ]
 
 
 def test_fill_up():
-    """Whenever rollouts end early, the rank learns from exactly S steps: all the new ones and the newest of those it learned
-    from before, contents, advantages and returns unchanged, in time order and never joined to new ones."""
+    """Whenever rollouts end early, the rank learns from exactly S steps: all the new ones and the
+    newest of those it learned from before, contents, advantages and returns unchanged, in time
+    order and never joined to new ones."""
     rng, all_steps, known = np.random.default_rng(3), [], {}
     ending = lambda e, step: "terminated" if step % 11 == 10 else None  # noqa: E731
     workers = VirtualWorkers(3, lambda e, step: [1.0, 1.7, 4.1][e] * rng.uniform(0.5, 2), ending)
     policy, rollout, c = build(workers, 3, 16)
-    run = SimpleNamespace(options=SimpleNamespace(preemption="optimal"), previous=None, spec=SPEC, policy=policy)
+    run = SimpleNamespace(
+        options=SimpleNamespace(preemption="optimal"), previous=None, spec=SPEC, policy=policy
+    )
     for update in range(40):
         goal = 48 if update == 0 else int(rng.integers(1, 50))
         c.enough = lambda steps: steps >= goal  # noqa: B023
@@ -322,8 +397,13 @@ def test_fill_up():
         assert min(goal, 48) <= fresh <= 48
         ver_ppo.check_rollout(rollout, update)
         ver_ppo.add_returns(policy, rollout, c.options)
-        assert ver_multigpu.RankRun.fill_up(run, rollout) == {"ranks/stale_share": (48 - fresh) / 48}
-        steps = [(int(e), round(float(reward - e) * 1000)) for e, reward in zip(rollout.env, rollout.reward)]
+        assert ver_multigpu.RankRun.fill_up(run, rollout) == {
+            "ranks/stale_share": (48 - fresh) / 48
+        }
+        steps = [
+            (int(e), round(float(reward - e) * 1000))
+            for e, reward in zip(rollout.env, rollout.reward)
+        ]
         all_steps += steps[:fresh]
         assert steps[fresh:] + steps[:fresh] == all_steps[-48:], "the newest, in time order"
         assert len(set(steps)) == 48, "no step twice"
@@ -336,13 +416,23 @@ def test_fill_up():
         known |= {step: content(rollout, index) for index, step in enumerate(steps)}
 
 
-# ------------------------------------------------------------------------------------------------ decisions, failures
+# ------------------------------------------------------------------------------ decisions, failures
 
 
 def test_stop_and_resume(tmp_path, on_two):
-    """Signals to one rank stop all, with one checkpoint, from which any number of ranks goes on: two of them come twice to the
-    same weights. No two environments or learners of the ranks have a seed in common."""
-    args = ["--env-id", "CartPole-v1", "--num-workers", "0", "--preemption", "none", "--total-timesteps", "896"]
+    """Signals to one rank stop all, with one checkpoint, from which any number of ranks goes on:
+    two of them come twice to the same weights. No two environments or learners of the ranks have a
+    seed in common."""
+    args = [
+        "--env-id",
+        "CartPole-v1",
+        "--num-workers",
+        "0",
+        "--preemption",
+        "none",
+        "--total-timesteps",
+        "896",
+    ]
     ranks = on_two(run_main, small(tmp_path / "first", *args), (), 5)
     assert [rank.status for rank in ranks] == [143, 143]
     assert "stopped at step 640" in ranks[0].printed and ranks[1].printed == ""
@@ -350,22 +440,36 @@ def test_stop_and_resume(tmp_path, on_two):
     for name in ("second", "third"):
         shutil.copytree(tmp_path / "first", tmp_path / name)
     for name in ("first", "second"):
-        resumed = on_two(run_main, ["--resume", str(run_folders(tmp_path / name)[0]), "--device", "cpu"])
+        resumed = on_two(
+            run_main, ["--resume", str(run_folders(tmp_path / name)[0]), "--device", "cpu"]
+        )
         assert [rank.status for rank in resumed] == [0, 0], resumed[0].printed
         seeds = [rank.seeds for rank in (*ranks, *resumed)]
         assert min(map(len, seeds)) > 5 and len(set.union(*seeds)) == sum(map(len, seeds))
     assert differences(saved(tmp_path / "first"), saved(tmp_path / "second")) == []
     assert saved(tmp_path / "first")["step"] == 896 and saved(tmp_path / "first")["update"] == 7
-    assert ver_multigpu.main(["--resume", str(run_folders(tmp_path / "third")[0]), "--device", "cpu"]) == 0
+    (third,) = run_folders(tmp_path / "third")
+    assert ver_multigpu.main(["--resume", str(third), "--device", "cpu"]) == 0
     assert saved(tmp_path / "third")["step"] == 896 and saved(tmp_path / "third")["update"] == 9
 
 
 @pytest.mark.parametrize("workers", ["0", "2"])
-@pytest.mark.parametrize("env, words, learned", [("Faulty-raise", "out of paint", True), ("Late", "no licence", False)])
+@pytest.mark.parametrize(
+    "env, words, learned", [("Faulty-raise", "out of paint", True), ("Late", "no licence", False)]
+)
 def test_failing_environment_of_one_rank(tmp_path, on_two, workers, env, words, learned):
-    """An environment that raises in one rank, in a step or at the first reset: all end with status 1, before their rollouts are
-    complete (here, they would take more than --rank-timeout), the message names the rank, all is saved."""
-    args = small(tmp_path, "--env-id", "tests.envs:Count-v0", "--num-workers", workers, "--max-worker-restarts", "0")
+    """An environment that raises in one rank, in a step or at the first reset: all end with status
+    1, before their rollouts are complete (here, they would take more than --rank-timeout), the
+    message names the rank, all is saved."""
+    args = small(
+        tmp_path,
+        "--env-id",
+        "tests.envs:Count-v0",
+        "--num-workers",
+        workers,
+        "--max-worker-restarts",
+        "0",
+    )
     args += [] if learned else ["--wrappers", LATENCY.format(1000), "--rank-timeout", "20"]
     ranks = on_two(run_main, args, ["--env-id", f"tests.faulty_envs:{env}-v0"])
     assert [rank.status for rank in ranks] == [1, 1], ranks[0].printed
@@ -379,7 +483,11 @@ REFUSED = [  # arguments of both ranks, of rank 1 alone, and words of the messag
     (["--rank-timeout", "0"], [], "--rank-timeout"),
     (["--device", "cuda:1"], [], "--device cuda:1: cannot be used"),
     (["--env-id", "Nowhere-v0"], [], "Nowhere"),
-    (["--env-id", "tests.envs:Count-v0"], ["--env-id", "tests.faulty_envs:Broken-v0"], "no licence"),
+    (
+        ["--env-id", "tests.envs:Count-v0"],
+        ["--env-id", "tests.faulty_envs:Broken-v0"],
+        "no licence",
+    ),
     (["--resume", "nowhere"], [], "nowhere"),
     (["--trace", "/nowhere/trace"], [], "--trace /nowhere/trace: cannot be written"),
     ([], ["--trace", "/nowhere/trace"], "--trace /nowhere/trace.1: cannot be written"),
@@ -401,7 +509,8 @@ def test_rules_of_ranks(monkeypatch, capsys):
         ver_multigpu.Options(checkpoint="cuda")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert ver_multigpu.main(["--env-id", "CartPole-v1", "--device", "cpu"]) == 2
-    assert "WORLD_SIZE is set, but not RANK, MASTER_ADDR, MASTER_PORT: start with torchrun" in capsys.readouterr().err
+    words = "WORLD_SIZE is set, but not RANK, MASTER_ADDR, MASTER_PORT: start with torchrun"
+    assert words in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("visible, own", [(8, 3), (1, 0), (0, 0)])
@@ -415,14 +524,21 @@ def test_own_gpu(monkeypatch, visible, own):
 @pytest.mark.parametrize("uuids, refused", [("abcd", False), ("abca", True)])
 def test_no_gpu_twice(monkeypatch, uuids, refused):
     """Two ranks on one GPU are refused in all ranks."""
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=uuids[0]))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=uuids[0])
+    )
     ranks = SimpleNamespace(rank=0, size=4, gather=lambda gpu: [gpu, *uuids[1:]])
-    with pytest.raises(ver_ppo.UserError, match="4 ranks need as many GPUs, and have 3") if refused else contextlib.nullcontext():
+    with (
+        pytest.raises(ver_ppo.UserError, match="4 ranks need as many GPUs, and have 3")
+        if refused
+        else contextlib.nullcontext()
+    ):
         ver_multigpu.check_gpus(ranks, "cuda:0")
 
 
 def test_store_is_opened_once(monkeypatch):
-    """A process that trains twice, as a member of a population does, cannot listen to a port twice."""
+    """A process that trains twice, as a member of a population does, cannot listen to a port
+    twice."""
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
     for name, value in {"WORLD_SIZE": "1", "RANK": "0", "MASTER_ADDR": "127.0.0.1"}.items():
         monkeypatch.setenv(name, value)
@@ -432,19 +548,34 @@ def test_store_is_opened_once(monkeypatch):
 
 
 def test_failure_of_one_rank(tmp_path, on_two):
-    """Out of memory, and an environment that is started again, in rank 1 alone: said once, with its rank."""
-    args = small(tmp_path, "--env-id", "tests.envs:Count-v0", "--num-workers", "0", "--rank-timeout", "20")
-    ranks = on_two(run_main, args, ["--env-id", "tests.faulty_envs:Faulty-raise-v0", "--policy", "tests.envs:Greedy"])
+    """Out of memory, and an environment that is started again, in rank 1 alone: said once, with its
+    rank."""
+    args = small(
+        tmp_path, "--env-id", "tests.envs:Count-v0", "--num-workers", "0", "--rank-timeout", "20"
+    )
+    ranks = on_two(
+        run_main,
+        args,
+        ["--env-id", "tests.faulty_envs:Faulty-raise-v0", "--policy", "tests.envs:Greedy"],
+    )
     assert [rank.status for rank in ranks] == [1, 1]
-    assert "rank 0: another rank has died" in ranks[0].said and "tried to allocate" not in ranks[0].said
+    assert "rank 0: another rank has died" in ranks[0].said
+    assert "tried to allocate" not in ranks[0].said
     assert ranks[1].said.count("rank 1: ") == 5 and "you tried to allocate" in ranks[1].said
-    assert "give more --num-minibatches" in ranks[1].said and ranks[1].said.count("rank 1: environment ") == 4
+    assert "give more --num-minibatches" in ranks[1].said
+    assert ranks[1].said.count("rank 1: environment ") == 4
 
 
 def test_signal_in_a_long_update(tmp_path):
-    """All ranks leave an update that would take minutes before its next optimizer step, and save."""
-    port, args = free_port(), small(tmp_path, "--env-id", "CartPole-v1", "--num-workers", "0", "--update-epochs", "1000000")
-    processes = [start(["ver_multigpu.py", *args], **rank_environment(rank, 2, port)) for rank in range(2)]
+    """All ranks leave an update that would take minutes before its next optimizer step, and
+    save."""
+    port = free_port()
+    args = small(
+        tmp_path, "--env-id", "CartPole-v1", "--num-workers", "0", "--update-epochs", "1000000"
+    )
+    processes = [
+        start(["ver_multigpu.py", *args], **rank_environment(rank, 2, port)) for rank in range(2)
+    ]
     try:
         wait_until(lambda: list(tmp_path.glob("*/options.json")))
         time.sleep(5)
@@ -456,26 +587,14 @@ def test_signal_in_a_long_update(tmp_path):
         stop([process.pid for process in processes])
 
 
-SLOW = "--env-id tests.envs:Count-v0 --num-workers 0 --checkpoint-interval 128 --rank-timeout 10".split()
-SLOW += ["--wrappers", LATENCY.format(10)]
-
-
-def start(command, **environment):
-    """A process in a session of its own, which prints into a pipe."""
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
-    return subprocess.Popen([sys.executable, *command], cwd=ROOT, env={**os.environ, **environment}, **pipes)
-
-
-def stop(sessions):
-    """Kill what is left of these sessions of processes."""
-    for pid in itertools.chain(*map(alive_in_session, sessions)):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+SLOW = "--env-id tests.envs:Count-v0 --num-workers 0 --checkpoint-interval 128 --rank-timeout 10"
+SLOW = [*SLOW.split(), "--wrappers", LATENCY.format(10)]
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_dead_rank_ends_the_others(tmp_path, how):
-    """A rank that is killed or stands still: the others end within --rank-timeout, with a message."""
+    """A rank that is killed or stands still: the others end within --rank-timeout, with a
+    message."""
     port, command = free_port(), ["ver_multigpu.py", *small(tmp_path, *SLOW)]
     processes = [start(command, **rank_environment(rank, 3, port)) for rank in range(3)]
     try:
@@ -493,10 +612,13 @@ def test_dead_rank_ends_the_others(tmp_path, how):
 
 
 def test_torchrun(tmp_path):
-    """torchrun --max-restarts: after a rank was killed, all start again and go on from the last checkpoint, in the same folder.
-    And when torchrun itself is killed, its ranks notice that its key-value store is gone, and end with all their workers."""
-    agent = f"-m torch.distributed.run --nproc-per-node 2 --max-restarts 1 --master-port {free_port()}".split()
-    process, ranks = start([*agent, "ver_multigpu.py", *small(tmp_path, *SLOW, "--num-workers", "2")]), []
+    """torchrun --max-restarts: after a rank was killed, all start again and go on from the last
+    checkpoint, in the same folder. And when torchrun itself is killed, its ranks notice that its
+    key-value store is gone, and end with all their workers."""
+    agent = "-m torch.distributed.run --nproc-per-node 2 --max-restarts 1"
+    agent = f"{agent} --master-port {free_port()}".split()
+    process = start([*agent, "ver_multigpu.py", *small(tmp_path, *SLOW, "--num-workers", "2")])
+    ranks = []
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     try:
         wait_until(lambda: list(tmp_path.glob("*/checkpoint.pt")))
@@ -515,8 +637,8 @@ def test_torchrun(tmp_path):
 
 
 def test_starts_after_early_deaths():
-    """Whoever died before all ranks were there, and whatever it left in the store: all ranks of the next start agree on a name
-    that is new; and a rank that waits in vain says so."""
+    """Whoever died before all ranks were there, and whatever it left in the store: all ranks of the
+    next start agree on a name that is new; and a rank that waits in vain says so."""
     store, names = torch.distributed.HashStore(), set()
     store.set_timeout(timedelta(seconds=20))
     for early in ([], [1], [2], [1, 2], [0], []):  # ranks that come alone, in a start before
@@ -526,7 +648,12 @@ def test_starts_after_early_deaths():
                 ver_multigpu.agree_on_start(store, rank, 3, 0.1)
             store.set_timeout(timedelta(seconds=20))
         with ThreadPoolExecutor(3) as pool:
-            found = set(pool.map(lambda rank: ver_multigpu.agree_on_start(store, rank, 3, 20), np.random.permutation(3)))
+            found = set(
+                pool.map(
+                    lambda rank: ver_multigpu.agree_on_start(store, rank, 3, 20),
+                    np.random.permutation(3),
+                )
+            )
         assert len(found) == 1 and not found & names
         names |= found
 
@@ -551,11 +678,18 @@ sys.exit(ver_multigpu.main())
 
 
 def test_restart_after_an_early_death(tmp_path):
-    """torchrun --max-restarts, and rank 1 dies before it has told anybody that it is there: the next start goes well."""
+    """torchrun --max-restarts, and rank 1 dies before it has told anybody that it is there: the
+    next start goes well."""
     (tmp_path / "early_death.py").write_text(EARLY_DEATH)
-    agent = f"-m torch.distributed.run --nproc-per-node 2 --max-restarts 1 --master-port {free_port()}".split()
+    agent = "-m torch.distributed.run --nproc-per-node 2 --max-restarts 1"
+    agent = f"{agent} --master-port {free_port()}".split()
     args = "--env-id CartPole-v1 --num-workers 0 --total-timesteps 256 --rank-timeout 20".split()
-    command = [*agent, str(tmp_path / "early_death.py"), str(tmp_path), *small(tmp_path / "runs", *args)]
+    command = [
+        *agent,
+        str(tmp_path / "early_death.py"),
+        str(tmp_path),
+        *small(tmp_path / "runs", *args),
+    ]
     process = start(command)
     try:
         text = process.communicate(timeout=80)[0]
@@ -567,7 +701,15 @@ def test_restart_after_an_early_death(tmp_path):
 def test_a_restart_only_resumes(tmp_path, monkeypatch):
     """What torchrun's next start appends takes precedence over what began the run."""
     args = small(
-        tmp_path, "--env-id", "CartPole-v1", "--num-workers", "0", "--total-timesteps", "64", "--preemption", "none"
+        tmp_path,
+        "--env-id",
+        "CartPole-v1",
+        "--num-workers",
+        "0",
+        "--total-timesteps",
+        "64",
+        "--preemption",
+        "none",
     )
     assert ver_multigpu.main(args) == 0
     (folder,), store = run_folders(tmp_path), torch.distributed.HashStore()
@@ -578,7 +720,11 @@ def test_a_restart_only_resumes(tmp_path, monkeypatch):
     for began in (["--reset", "critic"], ["--reset", "policy", "--freeze-encoder"]):
         began += ["--init-from", str(folder / "checkpoint.pt"), *ver_multigpu.interrupted_run()]
         options = ver_ppo.parse_options([*args, *began], ver_multigpu.Options)
-        assert (options.resume, options.init_from) == (str(folder), None) and options.reset == "nothing"
+        assert (options.resume, options.init_from) == (
+            str(folder),
+            None,
+        )
+        assert options.reset == "nothing"
 
 
 def test_cores_are_shared(monkeypatch):

@@ -12,8 +12,7 @@ import torch
 import ver_ppo
 from notebooks.extensions import wrappers
 from tests import envs
-from tests.test_environment import make_environment
-from tests.test_run import logged, one_line, run_folders, run_here, saved, small
+from tests.helpers import logged, make_environment, one_line, run_folders, run_here, saved, small
 
 DEPTH = gym.spaces.Box(0, 1, (128, 128, 1), np.float32)
 RGB = gym.spaces.Box(0, 255, (128, 128, 3), np.uint8)
@@ -126,7 +125,9 @@ def test_choices_and_bytes():
     assert (vector({"hand": torch.from_numpy(hand)}).numpy() == np.hstack(hot)).all()
     vector = ver_ppo.Vector("ram", gym.spaces.Box(0, 255, (3,), np.uint8), 8, linear=True)
     vector.layers = torch.nn.Identity()
-    assert vector({"ram": torch.tensor([[0, 51, 255]], dtype=torch.uint8)}).tolist() == [[0, torch.tensor(0.2).item(), 1]]
+    assert vector({"ram": torch.tensor([[0, 51, 255]], dtype=torch.uint8)}).tolist() == [
+        [0, torch.tensor(0.2).item(), 1]
+    ]
 
 
 @pytest.mark.parametrize("observations, action_space, encoder", CASES)
@@ -201,7 +202,9 @@ def test_running_statistics():
         assert torch.equal(encoder(obs), encoder.layers(obs["goal"]))
     names = [name for name, _ in policy.named_parameters()]  # these go from who learns to who acts
     for encoder in ("rgb.images", "goal"):
-        own = {f"encoders.{encoder}.normalize.{name}" for name in ("mean_C", "variance_C", "rollouts")}
+        own = {
+            f"encoders.{encoder}.normalize.{name}" for name in ("mean_C", "variance_C", "rollouts")
+        }
         assert own <= set(names)
 
 

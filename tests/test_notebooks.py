@@ -10,11 +10,11 @@ import textwrap
 import nbformat
 import numpy as np
 import pytest
-from conftest import ROOT
 from nbclient import NotebookClient
 
 import ver_ppo
 from notebooks.environments.pointnav import PointNav
+from tests.helpers import ROOT
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 EACH = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

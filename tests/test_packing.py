@@ -19,19 +19,24 @@ def random_steps(seed, segments=5, steps=60):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_every_step_once(seed):
-    """Every step lies in exactly one mini-batch, all are of one size, and no sequence crosses a border. Cuts alone split
-    sequences; packing neither loses nor mixes any."""
+    """Every step lies in exactly one mini-batch, all are of one size, and no sequence crosses a
+    border. Cuts alone split sequences; packing neither loses nor mixes any."""
     segment_S, first_S = random_steps(seed)
-    sequences, num_minibatches = ver_ppo.find_sequences(segment_S, first_S), [1, 2, 3, 4, 5, 6][seed % 6]
+    sequences = ver_ppo.find_sequences(segment_S, first_S)
+    num_minibatches = [1, 2, 3, 4, 5, 6][seed % 6]
     sequences = [sequences[q] for q in np.random.default_rng(seed).permutation(len(sequences))]
     minibatches = ver_ppo.cut_minibatches(sequences, num_minibatches)
-    assert [sum(map(len, minibatch)) for minibatch in minibatches] == [60 // num_minibatches] * num_minibatches
+    assert [sum(map(len, minibatch)) for minibatch in minibatches] == [
+        60 // num_minibatches
+    ] * num_minibatches
     parts = [part.tolist() for minibatch in minibatches for part in minibatch]
-    assert sum(parts, []) == np.concatenate(sequences).tolist() and sorted(sum(parts, [])) == list(range(60))
+    assert sum(parts, []) == np.concatenate(sequences).tolist()
+    assert sorted(sum(parts, [])) == list(range(60))
     assert len(parts) < len(sequences) + num_minibatches
     for part in parts:
         steps = np.flatnonzero(segment_S == segment_S[part[0]]).tolist()
-        assert part == steps[steps.index(part[0]) :][: len(part)]  # one segment, in time order, no gap
+        # one segment, in time order, no gap
+        assert part == steps[steps.index(part[0]) :][: len(part)]
         assert not first_S[part[1:]].any()  # an episode begins only where a sequence does
     for minibatch in minibatches:
         step_M, batch_sizes = ver_ppo.pack(minibatch)
@@ -42,8 +47,9 @@ def test_every_step_once(seed):
 
 @pytest.mark.parametrize("options", [{"lstm_layers": 1}, {"lstm_layers": 2}, {"lstm_layers": 0}])
 def test_packed_lstm_is_stepping(options):
-    """The network over packed sequences gives what stepping gave while collecting, step by step, whatever the cuts: PPO's first
-    ratios are 1, those of carried-over steps (of the same weights here) included."""
+    """The network over packed sequences gives what stepping gave while collecting, step by step,
+    whatever the cuts: PPO's first ratios are 1, those of carried-over steps (of the same weights
+    here) included."""
     seconds, endings = [1.0, 1.7, 2.3, 3.1, 6.1], {8: "terminated", 5: "truncated"}
     workers = VirtualWorkers(5, lambda e, step: seconds[e], lambda e, step: endings.get(step % 9))
     policy, rollout, c = build(workers, 5, 12, **options)
@@ -60,12 +66,15 @@ def test_packed_lstm_is_stepping(options):
             assert sorted(step_M) == sorted(np.concatenate(minibatch))
             np.testing.assert_allclose(value_M, rollout.value[step_M], rtol=1e-4, atol=1e-5)
             np.testing.assert_array_equal(batch["log_prob"], rollout.log_prob[step_M])
-            np.testing.assert_allclose(distribution.log_prob(batch["action"]), batch["log_prob"], rtol=1e-4, atol=1e-5)
+            np.testing.assert_allclose(
+                distribution.log_prob(batch["action"]), batch["log_prob"], rtol=1e-4, atol=1e-5
+            )
 
 
 @pytest.mark.parametrize("layers", [1, 2])
 def test_packed_lstm_is_torchs(layers):
-    """What runs on a CPU gives the outputs and gradients of nn.LSTM on the same PackedSequence, which runs on a GPU."""
+    """What runs on a CPU gives the outputs and gradients of nn.LSTM on the same PackedSequence,
+    which runs on a GPU."""
     lengths = torch.tensor([9, 6, 6, 2, 1])
     batch_sizes = (lengths[None] > torch.arange(9)[:, None]).sum(1)
     lstm, x = torch.nn.LSTM(7, 5, layers), torch.randn(int(lengths.sum()), 7)

@@ -1,4 +1,5 @@
-"""Population-based training: the decision, by tables; what members write and read; whole populations."""
+"""Population-based training: the decision, by tables; what members write and read; whole
+populations."""
 
 import json
 import os
@@ -11,25 +12,28 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
 
 import ver_ppo
 from notebooks.extensions import population
 from notebooks.extensions.population import BOUNDS, Entry, evolve, mutate
-from tests.test_multigpu import free_port, start, stop
-from tests.test_run import one_line, run_here, same, saved
-
-sys.path.append(str(ROOT / "tests" / "benchmarks"))
-import evolution  # noqa: E402
+from tests.helpers import ROOT, free_port, one_line, run_here, same, saved, start, stop
+from tests.takeovers import equal_policies
 
 EPISODES = population.EPISODES
-OPTIONS = {"learning_rate": 1e-3, "ent_coef": 0.0, "clip_coef": 0.2, "gamma": 0.99, "update_epochs": 2}
+OPTIONS = {
+    "learning_rate": 1e-3,
+    "ent_coef": 0.0,
+    "clip_coef": 0.2,
+    "gamma": 0.99,
+    "update_epochs": 2,
+}
 
 
 def entries(*scores):
     """Entries of members 0, 1, ... with these scores; each has a learning rate of its own."""
     return [
-        Entry(member, 100, score, OPTIONS | {"learning_rate": 1e-3 * (1 + member)}) for member, score in enumerate(scores)
+        Entry(member, 100, score, OPTIONS | {"learning_rate": 1e-3 * (1 + member)})
+        for member, score in enumerate(scores)
     ]
 
 
@@ -44,7 +48,8 @@ def decide(own, everybody, best=None, size=None, rng=None):
     "scores, decisions",
     [
         ((5, 5, 5, 5), "gggg"),
-        ((500, 480, 460, 100), "gggt"),  # the third is within half a deviation of the second, and ...
+        # the third is within half a deviation of the second, and ...
+        ((500, 480, 460, 100), "gggt"),
         ((100, 99, 98, 96), "ggmm"),  # within 5 % of all
         ((100, 100, 60, 60), "ggtt"),  # two of four: 30 %, rounded up
         ((100, 80, 60), "ggt"),  # one of three
@@ -55,12 +60,14 @@ def decide(own, everybody, best=None, size=None, rng=None):
     ],
 )
 def test_evolve(scores, decisions):
-    """What is not among the worst goes on; of the worst, what is close mutates, and the others take over."""
+    """What is not among the worst goes on; of the worst, what is close mutates, and the others take
+    over."""
     names = {"g": "goes on", "m": "mutates", "t": "takes over"}
     everybody = entries(*scores)
     for own, letter in zip(everybody, decisions):
         found, donor, options = decide(own, everybody)
-        if (own.score, scores) != (460, (500, 480, 460, 100)):  # there the draw of the donor decides
+        # there the draw of the donor decides
+        if (own.score, scores) != (460, (500, 480, 460, 100)):
             assert found == names[letter], own
         assert (found, donor, options) == decide(own, everybody[::-1])  # pure, whatever the order
         if found == "goes on":
@@ -71,7 +78,8 @@ def test_evolve(scores, decisions):
 
 
 def slow_rule(own, best, others, size, donor):
-    """The paper's rule once more, as its code goes about it: scores of all, -1e9 where there is none."""
+    """The paper's rule once more, as its code goes about it: scores of all, -1e9 where there is
+    none."""
     scores = {entry.member: entry.score for entry in [*others, own]}
     table = sorted(((scores.get(member, -1e9), -member) for member in range(size)), reverse=True)
     number = -(-3 * size // 10)
@@ -89,7 +97,8 @@ def slow_rule(own, best, others, size, donor):
 
 
 def test_evolve_is_the_papers_rule():
-    """Populations of 3 to 20, some members without a score: decisions are those of the rule written the long way."""
+    """Populations of 3 to 20, some members without a score: decisions are those of the rule written
+    the long way."""
     rng, found = np.random.default_rng(0), []
     for number in range(3000):
         size = int(rng.integers(3, 21))
@@ -103,7 +112,11 @@ def test_evolve_is_the_papers_rule():
         decision, donor, _ = decide(own, present, best, size, np.random.default_rng(number))
         others = [entry for entry in present if entry is not own]
         ranked = sorted(present, key=lambda entry: -entry.score)
-        drawn = ranked[np.random.default_rng(number).integers(-(-3 * size // 10))] if decision != "goes on" else own
+        drawn = (
+            ranked[np.random.default_rng(number).integers(-(-3 * size // 10))]
+            if decision != "goes on"
+            else own
+        )
         assert donor in (None, drawn.member)
         assert decision == slow_rule(own, best, others, size, drawn.member)
         found.append(decision)
@@ -111,12 +124,14 @@ def test_evolve_is_the_papers_rule():
 
 
 def test_significantly_worse():
-    """By more than half a deviation of the scores, the lowest fifth left out, and by more than 5 % of the other's; and only
-    if it was never as good as one of the best since its last decision."""
-    everybody = entries(100, 1, 1, 1, 1, 1, 1, 0, -1000, -1000)  # deviation 33 without, 304 with the crashed ones
+    """By more than half a deviation of the scores, the lowest fifth left out, and by more than 5 %
+    of the other's; and only if it was never as good as one of the best since its last decision."""
+    # deviation 33 without, 304 with the crashed ones
+    everybody = entries(100, 1, 1, 1, 1, 1, 1, 0, -1000, -1000)
     rng = np.random.default_rng(0)
     found = [decide(everybody[7], everybody, rng=rng)[:2] for _ in range(300)]
-    assert set(found) == {("takes over", 0), ("mutates", None)}  # drawn: the first, or one of score 1
+    # drawn: the first, or one of score 1
+    assert set(found) == {("takes over", 0), ("mutates", None)}
     assert 0.25 < found.count(("takes over", 0)) / 300 < 0.42
     for gap, decision in ((4.9, "mutates"), (5.1, "takes over")):
         everybody = entries(100, 100, 100, 100, 100, 100 - gap, 100 - gap, -1e6)
@@ -127,8 +142,8 @@ def test_significantly_worse():
 
 
 def test_quorum():
-    """A member without a score is counted among the worst: so nothing changes before more than half of the population, and
-    at least three, have one."""
+    """A member without a score is counted among the worst: so nothing changes before more than half
+    of the population, and at least three, have one."""
     for size in range(3, 21):
         for known in range(1, size + 1):
             everybody = entries(*np.linspace(100, 1, known))
@@ -138,30 +153,33 @@ def test_quorum():
 
 
 def test_equal_policies():
-    """Members which draw their returns from one distribution seldom take over from each other: not at all if an episode is
-    within a tenth of the mean; the more often, the noisier, because nothing here is a test of significance."""
+    """Members which draw their returns from one distribution seldom take over from each other: not
+    at all if an episode is within a tenth of the mean; the more often, the noisier, because nothing
+    here is a test of significance."""
     for size in (4, 8, 16):
-        shares = [evolution.equal_policies(size, spread, 1600 // size) for spread in (0.1, 0.2, 0.5)]
+        shares = [equal_policies(size, spread, 1600 // size) for spread in (0.1, 0.2, 0.5)]
         assert shares[0] < 0.003 and shares[1] < 0.08 and shares[2] < 0.22, size
-        assert evolution.equal_policies(size, 0.5, 1600 // size, looks=1) > 1.3 * shares[2]  # what the best score is for
+        # what the best score is for
+        assert equal_policies(size, 0.5, 1600 // size, looks=1) > 1.3 * shares[2]
 
 
 def test_donors_are_the_best():
-    """Of ten members, the worst three take over from the best three, each of them from time to time; the options are
-    the donor's as often as their own."""
+    """Of ten members, the worst three take over from the best three, each of them from time to
+    time; the options are the donor's as often as their own."""
     everybody = entries(*range(10, 0, -1))
     rng = np.random.default_rng(0)
     found = [decide(everybody[9], everybody, rng=rng) for _ in range(400)]
     donors = [donor for _, donor, _ in found]
     assert set(donors) == {0, 1, 2} and min(map(donors.count, {0, 1, 2})) > 100
-    own = [0.9e-3 * 10 / 1.5 < options["learning_rate"] for _, _, options in found]  # the last one has 1e-2
+    # the last one has 1e-2
+    own = [0.9e-3 * 10 / 1.5 < options["learning_rate"] for _, _, options in found]
     assert 0.4 < np.mean(own) < 0.6
     assert [decide(own, everybody)[0] for own in everybody].count("goes on") == 7
 
 
 def test_mutate():
-    """Options change with probability 0.15, by a factor of 1.1 to 1.5 (gamma: of what is missing to 1, 1.1 to 1.2), epochs by
-    one, up as often as down, within their bounds; 0 stays 0."""
+    """Options change with probability 0.15, by a factor of 1.1 to 1.5 (gamma: of what is missing to
+    1, 1.1 to 1.2), epochs by one, up as often as down, within their bounds; 0 stays 0."""
     rng, found = np.random.default_rng(0), {name: [] for name in OPTIONS}
     for _ in range(6000):
         for name, value in mutate(OPTIONS, rng).items():
@@ -176,16 +194,27 @@ def test_mutate():
         changed = ratio[~np.isclose(ratio, 1)]
         size = np.exp(np.abs(np.log(changed)))
         assert 0.13 < len(changed) / 6000 < 0.17 and 0.45 < (changed > 1).mean() < 0.55
-        assert size.min() > 1.0999 and size.max() < largest + 1e-4 and abs(size.mean() - (1.1 + largest) / 2) < 0.02, name
+        assert size.min() > 1.0999, name
+        assert size.max() < largest + 1e-4, name
+        assert abs(size.mean() - (1.1 + largest) / 2) < 0.02, name
     ends = OPTIONS | {"learning_rate": 0.099, "gamma": 0.9999, "update_epochs": 1}
     for _ in range(600):
         ends = mutate(ends, rng)
-        assert all(low <= ends[name] <= high for name, (low, high) in BOUNDS.items() if name != "ent_coef")
+        assert all(
+            low <= ends[name] <= high for name, (low, high) in BOUNDS.items() if name != "ent_coef"
+        )
 
 
 def test_outside_the_bounds():
-    """What a user has set beyond a bound does not jump to it: it stays, or moves inwards by the usual factor."""
-    outside = {"learning_rate": 0.3, "ent_coef": 0.2, "clip_coef": 0.01, "gamma": 1.0, "update_epochs": 30}
+    """What a user has set beyond a bound does not jump to it: it stays, or moves inwards by the
+    usual factor."""
+    outside = {
+        "learning_rate": 0.3,
+        "ent_coef": 0.2,
+        "clip_coef": 0.01,
+        "gamma": 1.0,
+        "update_epochs": 30,
+    }
     rng = np.random.default_rng(0)
     changes = [mutate(outside, rng) for _ in range(500)]
     for name, sign in (("learning_rate", -1), ("ent_coef", -1), ("clip_coef", 1)):
@@ -193,12 +222,14 @@ def test_outside_the_bounds():
         assert ratio.min() == 1.0 and 1.3 < ratio.max() <= 1.5, name
     assert {options["update_epochs"] for options in changes} == {29, 30}
     assert {options["gamma"] for options in changes} == {1.0}
-    low = {options["gamma"] for options in [mutate(outside | {"gamma": 0.5}, rng) for _ in range(500)]}
+    low = {
+        options["gamma"] for options in [mutate(outside | {"gamma": 0.5}, rng) for _ in range(500)]
+    }
     assert min(low) == 0.5 and 0.55 < max(low) < 0.6
 
 
-LINE = "--env-id CartPole-v1 --num-workers 0 --num-envs 4 --num-steps 16 --hidden-size 16 --eval-episodes 0"
-LINE += " --learner-threads 1 --population-size 3 --evolve-interval 128"
+LINE = "--env-id CartPole-v1 --num-workers 0 --num-envs 4 --num-steps 16 --hidden-size 16"
+LINE += " --eval-episodes 0 --learner-threads 1 --population-size 3 --evolve-interval 128"
 
 
 @pytest.fixture(autouse=True)
@@ -236,14 +267,16 @@ def donor(tmp_path_factory):
 
 
 def test_taking_over(tmp_path, capsys, donor):
-    """One that is clearly worse goes on by weights and moments of the other, at its own step; comes back by its number;
-    and never looks at an entry of more experience than its own."""
+    """One that is clearly worse goes on by weights and moments of the other, at its own step; comes
+    back by its number; and never looks at an entry of more experience than its own."""
     for step, score in ((384, 1.0), (512, 500.0), (640, 9999.0)):
         plant(tmp_path, 0, step, donor, score)
         plant(tmp_path, 2, step, donor, score / 2)
-    assert member(tmp_path, 1, "--learning-rate 1e-30 --evolve-after 129", steps=256) == 0  # its last steps decide nothing
+    # its last steps decide nothing
+    assert member(tmp_path, 1, "--learning-rate 1e-30 --evolve-after 129", steps=256) == 0
     assert not (tmp_path / "p" / "1" / "decisions.jsonl").exists()
-    assert member(tmp_path, 1, "--learning-rate 1e-30 --evolve-after 129", steps=384) == 0  # the same run goes on
+    # the same run goes on
+    assert member(tmp_path, 1, "--learning-rate 1e-30 --evolve-after 129", steps=384) == 0
     (run,) = (tmp_path / "p" / "1").glob("CartPole*")
     assert saved(run)["step"] == 384 and "takes over" not in capsys.readouterr().out
     assert member(tmp_path, 1, "--learning-rate 1e-30 --evolve-after 128", steps=520) == 0
@@ -253,7 +286,8 @@ def test_taking_over(tmp_path, capsys, donor):
 
 
 def test_takes_over_weights(tmp_path, monkeypatch, donor):
-    """What it goes on from: the other's weights and moments, its own step, no episodes, mutated options that hold on."""
+    """What it goes on from: the other's weights and moments, its own step, no episodes, mutated
+    options that hold on."""
     plant(tmp_path, 0, 128, donor, 500.0)
     plant(tmp_path, 2, 128, donor, 250.0)
     seen, train = [], population.train
@@ -267,17 +301,23 @@ def test_takes_over_weights(tmp_path, monkeypatch, donor):
     assert member(tmp_path, 1, "--learning-rate 1e-30", steps=192) == 0
     ((options, content),) = seen
     (decided,) = decisions(tmp_path, 1)
-    assert decided["decision"] == "takes over" and content["step"] == 128 and content["recent"] == []
-    assert all(torch.equal(donor["policy"][name], tensor) for name, tensor in content["policy"].items())
+    assert decided["decision"] == "takes over"
+    assert content["step"] == 128
+    assert content["recent"] == []
+    assert all(
+        torch.equal(donor["policy"][name], tensor) for name, tensor in content["policy"].items()
+    )
     assert same(content["optimizer"]["state"], donor["optimizer"]["state"])
     (run,) = (tmp_path / "p" / "1").glob("CartPole*")
     for name in BOUNDS:
         assert saved(run)["options"][name] == decided["to"][name] == getattr(options, name)
-    assert saved(run)["step"] == 192 and (options.learning_rate > 0.5e-2 or options.learning_rate < 2e-30)
+    assert saved(run)["step"] == 192
+    assert options.learning_rate > 0.5e-2 or options.learning_rate < 2e-30
 
 
 def test_a_pause_after_each_change(tmp_path, donor):
-    """After --evolve-after steps it may change; then it learns undisturbed for as many, and again after a restart."""
+    """After --evolve-after steps it may change; then it learns undisturbed for as many, and again
+    after a restart."""
     for step in range(128, 1281, 128):
         plant(tmp_path, 0, step, donor, 500.0)
         plant(tmp_path, 2, step, donor, 250.0)
@@ -295,7 +335,8 @@ def test_a_score_needs_episodes(tmp_path, monkeypatch, donor):
     assert population.mean_score([[1.0]] * 19 + [[float("nan")]], 0) is None
     plant(tmp_path, 0, 128, donor, 500.0)
     plant(tmp_path, 2, 128, donor, 250.0)
-    assert member(tmp_path, 1, "--learning-rate 1e-30", steps=128) == 0  # random actions: 22 steps an episode
+    # random actions: 22 steps an episode
+    assert member(tmp_path, 1, "--learning-rate 1e-30", steps=128) == 0
     assert not list((tmp_path / "p" / "1").glob("*.pt"))
     assert member(tmp_path, 1, "--learning-rate 1e-30", steps=1280) == 0
     assert len(list((tmp_path / "p" / "1").glob("*.pt"))) >= 2
@@ -304,7 +345,8 @@ def test_a_score_needs_episodes(tmp_path, monkeypatch, donor):
 
 
 def test_the_best_score_counts(tmp_path, monkeypatch, donor):
-    """The best score of an interval protects from a takeover in its end, and in the next one it does not count."""
+    """The best score of an interval protects from a takeover in its end, and in the next one it
+    does not count."""
     plant(tmp_path, 0, 128, donor, 500.0)
     plant(tmp_path, 2, 128, donor, 250.0)
     given = []
@@ -334,7 +376,8 @@ def rewritten(scores):
 
 
 def test_entries_are_deleted(tmp_path, donor):
-    """A member keeps its newest two entries, and those which a slower one has still to come to, but 25 at most."""
+    """A member keeps its newest two entries, and those which a slower one has still to come to, but
+    25 at most."""
     options = population.Options(population=str(tmp_path / "p"), population_size=3, member=1)
     (tmp_path / "p" / "1").mkdir(parents=True)
 
@@ -347,14 +390,16 @@ def test_entries_are_deleted(tmp_path, donor):
     plant(tmp_path, 0, 900, donor, 1.0)
     plant(tmp_path, 2, 1200, donor, 1.0)
     assert publish(6, 9) == [7, 8]  # the others have more steps
-    assert publish(9, 15) == [9, 10, 11, 12, 13, 14]  # member 0 can read the first of them, and will come to the others
+    # member 0 can read the first of them, and will come to the others
+    assert publish(9, 15) == [9, 10, 11, 12, 13, 14]
     plant(tmp_path, 0, 1250, donor, 1.0)
     assert publish(15, 16) == [12, 13, 14, 15]
     assert publish(16, 60) == list(range(35, 60))  # it has died
 
 
 def test_memory(tmp_path, donor, monkeypatch):
-    """Of 12 entries one at a time is in memory, next to the run's own: a score is all that is kept."""
+    """Of 12 entries one at a time is in memory, next to the run's own: a score is all that is
+    kept."""
     loaded, alive, load = [], [], ver_ppo.load_checkpoint
 
     def counting_load(path):
@@ -372,25 +417,41 @@ def test_memory(tmp_path, donor, monkeypatch):
 
 
 def test_only_its_own_runs(tmp_path, capsys):
-    """A member begins by --init-from, and goes on with what it has learned itself: the same environment."""
+    """A member begins by --init-from, and goes on with what it has learned itself: the same
+    environment."""
     run = run_here(tmp_path / "own", "--env-id CartPole-v1 --num-workers 0 --total-timesteps 64")
-    one_line(capsys, f"{LINE} --population {tmp_path}/p --member 1 --resume {run}".split(), "give --init-from", population.main)
+    one_line(
+        capsys,
+        f"{LINE} --population {tmp_path}/p --member 1 --resume {run}".split(),
+        "give --init-from",
+        population.main,
+    )
     assert member(tmp_path, 1, f"--init-from {run / 'checkpoint.pt'}", steps=192) == 0
-    assert member(tmp_path, 1, f"--init-from {run / 'checkpoint.pt'}", steps=256) == 0  # the same command line again
+    # the same command line again
+    assert member(tmp_path, 1, f"--init-from {run / 'checkpoint.pt'}", steps=256) == 0
     (own,) = (tmp_path / "p" / "1").glob("CartPole*")
     assert saved(own)["step"] == 256
-    one_line(capsys, f"{LINE} --population {tmp_path}/p --member 1 --env-id Acrobot-v1".split(), "has learned CartPole-v1", population.main)
+    one_line(
+        capsys,
+        f"{LINE} --population {tmp_path}/p --member 1 --env-id Acrobot-v1".split(),
+        "has learned CartPole-v1",
+        population.main,
+    )
 
 
 @pytest.mark.parametrize("decided", [True, False])
 def test_signals_come_first(tmp_path, monkeypatch, decided):
-    """A signal while it decides ends the training, whatever was decided; the decision stays in the checkpoint."""
+    """A signal while it decides ends the training, whatever was decided; the decision stays in the
+    checkpoint."""
 
     def signalled(run):
         os.kill(os.getpid(), signal.SIGTERM)
         if decided:
             content = saved(run.folder)
-            ver_ppo.write_checkpoint(content | {"recent": [], "options": content["options"] | {"gamma": 0.9}}, run.folder / "checkpoint.pt")
+            ver_ppo.write_checkpoint(
+                content | {"recent": [], "options": content["options"] | {"gamma": 0.9}},
+                run.folder / "checkpoint.pt",
+            )
             return {"gamma": 0.9}
         return None
 
@@ -401,11 +462,13 @@ def test_signals_come_first(tmp_path, monkeypatch, decided):
 
 
 def test_a_full_disk(tmp_path, monkeypatch, capsys, donor):
-    """If an entry or the changed checkpoint cannot be written, that is said; nothing is decided, training goes on."""
+    """If an entry or the changed checkpoint cannot be written, that is said; nothing is decided,
+    training goes on."""
     plant(tmp_path, 0, 128, donor, 500.0)
     plant(tmp_path, 2, 128, donor, 250.0)
     write = ver_ppo.write_checkpoint
-    entries_fail, takeovers_fail = lambda content, path: path.stem.isdigit(), lambda content, path: content["recent"] == []
+    entries_fail = lambda content, path: path.stem.isdigit()
+    takeovers_fail = lambda content, path: content["recent"] == []
     for number, fails in enumerate((entries_fail, takeovers_fail)):
 
         def full(content, path, fails=fails):
@@ -422,21 +485,26 @@ def test_a_full_disk(tmp_path, monkeypatch, capsys, donor):
 
 
 def test_many_ranks(tmp_path, donor):
-    """A member may be many ranks: the first decides, and all start again from what it has taken over."""
+    """A member may be many ranks: the first decides, and all start again from what it has taken
+    over."""
     plant(tmp_path, 0, 2048, donor, 500.0)
     plant(tmp_path, 2, 2048, donor, 499.0)
     command = f"-m torch.distributed.run --nproc-per-node 2 --master-port {free_port()}".split()
     command += "-m notebooks.extensions.population --device cpu".split()
     line = LINE.replace("--evolve-interval 128", "--evolve-interval 2048")
-    process = start([*command, *f"{line} --population {tmp_path}/p --member 1 --total-timesteps 6144 --rank-timeout 20".split()])
+    line += f" --population {tmp_path}/p --member 1 --total-timesteps 6144 --rank-timeout 20"
+    process = start([*command, *line.split()])
     try:
         text = process.communicate(timeout=90)[0]
-        assert process.returncode == 0 and text.count("takes over member 0") == 2 and "Traceback" not in text, text
+        assert process.returncode == 0, text
+        assert text.count("takes over member 0") == 2, text
+        assert "Traceback" not in text, text
     finally:
         stop([process.pid])
     (run,) = (tmp_path / "p" / "1").glob("CartPole*")
     (first, last) = decisions(tmp_path, 1)
-    assert saved(run)["step"] >= 6144 and saved(run)["options"]["learning_rate"] == last["to"]["learning_rate"]
+    assert saved(run)["step"] >= 6144
+    assert saved(run)["options"]["learning_rate"] == last["to"]["learning_rate"]
     assert first["step"] >= 2048 and (first["decision"], first["from"]) == ("takes over", 0)
 
 
@@ -470,8 +538,8 @@ NAMES = list(spoiled({"options": {}, "optimizer": {}, "policy": {}}))
 
 @pytest.mark.parametrize("name", [*NAMES, "damaged", "a folder", "no finite score"])
 def test_unusable_entries(tmp_path, capsys, donor, name):
-    """An entry that is damaged or foreign is skipped with one line, and the member decides among the rest; what is no entry
-    is not looked at; and one without a finite score has none."""
+    """An entry that is damaged or foreign is skipped with one line, and the member decides among
+    the rest; what is no entry is not looked at; and one without a finite score has none."""
     for number, score in ((0, 9999.0), (2, 500.0), (3, 250.0)):
         plant(tmp_path, number, 128, donor, score)
     path = tmp_path / "p" / "0" / f"{128:012}.pt"
@@ -507,12 +575,18 @@ def test_unusable_entries(tmp_path, capsys, donor, name):
 )
 def test_refusals(tmp_path, capsys, line, word):
     """In one line, before anything is written."""
-    one_line(capsys, f"--env-id CartPole-v1 --population {tmp_path}/p {line}".split(), word, population.main)
+    one_line(
+        capsys,
+        f"--env-id CartPole-v1 --population {tmp_path}/p {line}".split(),
+        word,
+        population.main,
+    )
     assert not list(tmp_path.glob("p/*/CartPole*"))
 
 
 def test_a_members_seed(tmp_path):
-    """Of each member another one; the same when it comes back, by its command line or by --resume."""
+    """Of each member another one; the same when it comes back, by its command line or by
+    --resume."""
     seeds = []
     for line in ("--seed 5", "--seed 5", "--resume"):
         if line == "--resume":
@@ -523,30 +597,44 @@ def test_a_members_seed(tmp_path):
         seeds.append(saved(run)["options"]["seed"])
     assert member(tmp_path, 2, "--seed 5", steps=64) == 0
     (other,) = (tmp_path / "p" / "2").glob("CartPole*")
-    assert seeds == [ver_ppo.derive_seed(5, 1)] * 3 and saved(other)["options"]["seed"] == ver_ppo.derive_seed(5, 2)
+    assert seeds == [ver_ppo.derive_seed(5, 1)] * 3
+    assert saved(other)["options"]["seed"] == ver_ppo.derive_seed(5, 2)
 
 
 def test_one_process_for_each_number(tmp_path, capsys):
-    """While a member is running, another process with its number is refused; afterwards it may go on."""
+    """While a member is running, another process with its number is refused; afterwards it may go
+    on."""
     here = population.Options(population=str(tmp_path / "p"), member=1)
     with population.only_one(here):
-        one_line(capsys, f"{LINE} --population {tmp_path}/p --member 1".split(), "belongs to a run that has not ended", population.main)
+        one_line(
+            capsys,
+            f"{LINE} --population {tmp_path}/p --member 1".split(),
+            "belongs to a run that has not ended",
+            population.main,
+        )
     assert member(tmp_path, 1, steps=64) == 0
 
 
 def test_four_processes(tmp_path):
-    """Four members, from two working directories, begin at different times, two with useless learning rates; one is killed
-    and comes back by the same command line. In the end all know the cue, and nobody has begun anew."""
-    line = "--env-id tests.envs:Cue-v0 --num-workers 0 --learner-threads 1 --num-envs 4 --num-steps 32 --hidden-size 16"
-    line += " --learning-rate {} --gae-lambda 1 --update-epochs 4 --num-minibatches 1 --norm-adv --eval-episodes 0"
-    line += f" --total-timesteps 32768 --population {tmp_path}/p --population-size 4 --member {{}} --evolve-interval 4096"
+    """Four members, from two working directories, begin at different times, two with useless
+    learning rates; one is killed and comes back by the same command line. In the end all know the
+    cue, and nobody has begun anew."""
+    line = "--env-id tests.envs:Cue-v0 --num-workers 0 --learner-threads 1 --num-envs 4"
+    line += " --num-steps 32 --hidden-size 16 --learning-rate {} --gae-lambda 1 --update-epochs 4"
+    line += " --num-minibatches 1 --norm-adv --eval-episodes 0 --total-timesteps 32768"
+    line += f" --population {tmp_path}/p --population-size 4 --member {{}} --evolve-interval 4096"
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
 
     def start(number):
         rate = [3e-3, 1e-6, 5e-3, 1e-30][number]
         where = tmp_path / f"machine {number % 2}"
         where.mkdir(exist_ok=True)
-        command = [sys.executable, "-m", "notebooks.extensions.population", *line.format(rate, number).split()]
+        command = [
+            sys.executable,
+            "-m",
+            "notebooks.extensions.population",
+            *line.format(rate, number).split(),
+        ]
         log = open(tmp_path / f"{number}.log", "a")
         return subprocess.Popen(command, cwd=where, stdout=log, stderr=log, env=environment)
 
@@ -569,7 +657,11 @@ def test_four_processes(tmp_path):
         content = saved(run)
         assert content["step"] == 32768, (tmp_path / f"{number}.log").read_text()
         assert np.array(content["recent"])[:, 0].mean() > 0.9, number
-    assert any(line["decision"] == "takes over" for number in (1, 3) for line in decisions(tmp_path, number))
+    assert any(
+        line["decision"] == "takes over"
+        for number in (1, 3)
+        for line in decisions(tmp_path, number)
+    )
     assert all(
         entry[0] <= line["step"]
         for number in range(4)

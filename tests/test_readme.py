@@ -1,7 +1,6 @@
-"""What the README and the manual say is so: links lead somewhere, commands run, the first table comes from the result files,
-the glossary names every metric, the example learns."""
+"""What the README and the manual say is so: links lead somewhere, commands run, the first table
+comes from the result files, the glossary names every metric, the example learns."""
 
-import importlib
 import os
 import re
 import shlex
@@ -10,26 +9,30 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import ver_multigpu
 import ver_ppo
 from notebooks.extensions import population
+from tests.helpers import ROOT
 
-sys.path.append(str(ROOT / "tests" / "benchmarks"))
-benchmarks = importlib.import_module("all")
-
-PAGES = {path: (ROOT / path).read_text() for path in ("README.md", "notebooks/MANUAL.md", "notebooks/README.md")}
+PAGES = {
+    path: (ROOT / path).read_text()
+    for path in ("README.md", "notebooks/MANUAL.md", "notebooks/README.md")
+}
 README, MANUAL, _ = PAGES.values()
 COMMANDS = re.findall(r"^ {4}((?:pip|python|torchrun|tensorboard) .*)", README + MANUAL, re.M)
-RUN = [command for command in COMMANDS if not re.search("# not run by the tests|-m pytest", command)]
+RUN = [
+    command for command in COMMANDS if not re.search("# not run by the tests|-m pytest", command)
+]
 SHORT = ["--num-steps", "16", "--total-timesteps", "1", "--eval-episodes", "2"]  # one small rollout
 
 
 def arguments(command):
     """What stands behind the script's name, without the comment."""
-    return shlex.split(re.split(r"ver_ppo\.py|ver_multigpu\.py|-m [\w.]+", command.split("  #")[0])[1])
+    return shlex.split(
+        re.split(r"ver_ppo\.py|ver_multigpu\.py|-m [\w.]+", command.split("  #")[0])[1]
+    )
 
 
 def read_events(path):
@@ -41,7 +44,10 @@ def read_events(path):
 def test_first_commands():
     """One line sets up and trains, one line uses two processes, one line sets up and tests."""
     install = "pip install -r requirements.txt && python"
-    first = f"{install} ver_ppo.py --env-id pointnav", "torchrun --nproc-per-node 2 ver_multigpu.py --env-id pointnav"
+    first = (
+        f"{install} ver_ppo.py --env-id pointnav",
+        "torchrun --nproc-per-node 2 ver_multigpu.py --env-id pointnav",
+    )
     assert COMMANDS[:3] == [*first, f"{install} -m pytest tests -n 2"]
 
 
@@ -55,17 +61,28 @@ def test_links(page):
         path = (ROOT / page).parent / file if file else ROOT / page
         assert path.exists(), link
         titles = re.findall(r"^#+ (.*)", path.read_text(), re.M) if heading else []
-        assert heading in ("", *(re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles)), link
+        assert heading in (
+            "",
+            *(re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles),
+        ), link
 
 
 def test_every_command_is_run_or_says_why_not():
-    """All commands are of a kind that a test below runs, or are marked; those are understood, too. So are the benchmarks'."""
+    """All commands are of a kind that a test below runs, or are marked; those are understood, too.
+    So are the benchmarks'."""
     kinds = r"ver_ppo\.py|^torchrun|^python -m notebooks\.extensions\.population"
     assert len(RUN) >= 15 and all(re.search(kinds, command) for command in RUN)
-    marked = [command for command in COMMANDS if "# not run" in command and re.search(r"ver_\w+\.py", command)]
+    marked = [
+        command
+        for command in COMMANDS
+        if "# not run" in command and re.search(r"ver_\w+\.py", command)
+    ]
     assert len(marked) >= 4
     for command in marked:  # else: UserError, or tyro's SystemExit
-        ver_ppo.parse_options(arguments(command), ver_multigpu.Options if "ver_multigpu" in command else ver_ppo.Options)
+        ver_ppo.parse_options(
+            arguments(command),
+            ver_multigpu.Options if "ver_multigpu" in command else ver_ppo.Options,
+        )
     programs = re.findall(r"`python (tests/benchmarks/\w+\.py)([^`]*)`", MANUAL)
     assert len(programs) >= 8
     for file, options in programs:
@@ -78,7 +95,8 @@ def test_every_command_is_run_or_says_why_not():
 def earlier_run(tmp_path_factory):
     """The folder of a pointnav run, for the commands that need one."""
     path = tmp_path_factory.mktemp("earlier")
-    assert ver_ppo.main(["--env-id", "pointnav", "--num-workers", "1", "--runs-dir", str(path), *SHORT]) == 0
+    args = ["--env-id", "pointnav", "--num-workers", "1", "--runs-dir", str(path)]
+    assert ver_ppo.main([*args, *SHORT]) == 0
     return next(path.iterdir())
 
 
@@ -113,9 +131,19 @@ def test_population_command_runs(tmp_path, monkeypatch):
 def test_torchrun_command_runs(tmp_path):
     """The same for several ranks."""
     (command,) = (command for command in RUN if command.startswith("torchrun"))
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", *shlex.split(command)[1:]]
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        *shlex.split(command)[1:],
+    ]
     done = subprocess.run(
-        [*launch, "--runs-dir", str(tmp_path), *SHORT], cwd=ROOT, capture_output=True, text=True, timeout=120
+        [*launch, "--runs-dir", str(tmp_path), *SHORT],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "evaluation, 2 sampled episodes" in done.stdout
@@ -123,27 +151,39 @@ def test_torchrun_command_runs(tmp_path):
 
 def test_tables():
     """Each table, and each list of commands, is what the result files give."""
-    marks = re.findall(r"<!-- results: ([\w-]+) -->", README + MANUAL)
-    assert sorted(marks) == sorted(benchmarks.TABLES)
-    for page in (README, MANUAL):
-        assert benchmarks.write_tables(page) == page
+    command = [sys.executable, "tests/benchmarks/all.py", "tables", "--check"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_metrics_glossary(tmp_path):
-    """Every tag that a run writes is explained, and every tag that is explained is written by some run."""
+    """Every tag that a run writes is explained, and every tag that is explained is written by some
+    run."""
     table = MANUAL.split("\n## Metrics\n")[1].split("\n## ")[0]
     first_cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
-    common = [*SHORT, "--total-timesteps", "512", "--num-workers", "0", "--env-kwargs", "image_size=16"]
+    common = [
+        *SHORT,
+        "--total-timesteps",
+        "512",
+        "--num-workers",
+        "0",
+        "--env-kwargs",
+        "image_size=16",
+    ]
     assert ver_ppo.main([*common, "--cpc", "--runs-dir", str(tmp_path / "one")]) == 0
     assert ver_multigpu.main([*common, "--runs-dir", str(tmp_path / "many")]) == 0
-    tags = {tag for name in ("one", "many") for tag in read_events(tmp_path / name).Tags()["scalars"]}
+    tags = {
+        tag for name in ("one", "many") for tag in read_events(tmp_path / name).Tags()["scalars"]
+    }
     written = {re.sub(r"^(metrics|eval)/.*", r"\1/*", tag) for tag in tags}
     assert written == set(re.findall(r"`([\w/*]+)`", " ".join(first_cells)))
 
 
 def test_own_environment(tmp_path, monkeypatch):
     """The README's example works by the command below it, and learns."""
-    (tmp_path / "corridor.py").write_text(re.search(r"```python\n(import gym.*?)```", README, re.S)[1])
+    (tmp_path / "corridor.py").write_text(
+        re.search(r"```python\n(import gym.*?)```", README, re.S)[1]
+    )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
     assert ver_ppo.main(arguments(next(command for command in RUN if "corridor:" in command))) == 0
@@ -154,17 +194,20 @@ def test_as_a_library(tmp_path):
     """The README's lines train, load what they have trained, and act, in a file of their own."""
     text = re.search(r"```python\n(from notebooks.*?)```", README, re.S)[1]
     assert "total_timesteps=50_000" in text
-    small = 'total_timesteps=512, num_steps=16, num_workers=0, overlap=False, device="cpu", eval_episodes=2'
+    small = "total_timesteps=512, num_steps=16, num_workers=0, overlap=False"
+    small += ', device="cpu", eval_episodes=2'
     (tmp_path / "use.py").write_text(text.replace("total_timesteps=50_000", small))
     more = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "use.py"]
     done = subprocess.run(command, cwd=tmp_path, env=more, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert float(done.stdout.strip().splitlines()[-1]) >= 8, done.stdout  # CartPole's shortest episodes
+    # CartPole's shortest episodes
+    assert float(done.stdout.strip().splitlines()[-1]) >= 8, done.stdout
 
 
 def test_own_core(tmp_path, monkeypatch):
-    """The manual's GRU works by the option beside it, trains, and its two ways to compute are one."""
+    """The manual's GRU works by the option beside it, trains, and its two ways to compute are
+    one."""
     (tmp_path / "gru.py").write_text(re.search(r"```python\n(from torch.*?)```", MANUAL, re.S)[1])
     monkeypatch.syspath_prepend(tmp_path)
     args = ["--policy", "gru:GRUPolicy", "--env-id", "CartPole-v1", "--num-workers", "0", "--debug"]

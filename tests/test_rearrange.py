@@ -10,7 +10,7 @@ from gymnasium.utils.env_checker import check_env
 import ver_ppo
 from notebooks.environments import pointnav, rearrange
 from notebooks.extensions import chain, play
-from tests.test_run import run_here, saved
+from tests.helpers import run_here, saved
 
 
 class Arm:

@@ -13,7 +13,8 @@ GAMMA, LAMBDA = 0.97, 0.9
 
 
 def random_steps(seed, segments=4, steps=80):
-    """Steps of several segments, in any interleaving, with ends of episodes, and each segment's bootstrap value."""
+    """Steps of several segments, in any interleaving, with ends of episodes, and each segment's
+    bootstrap value."""
     rng = np.random.default_rng(seed)
     numbers = {name: rng.normal(size=steps).astype(np.float32) for name in ("reward_S", "value_S")}
     numbers |= {"segment_S": rng.integers(0, segments, steps), "done_S": rng.random(steps) < 0.2}
@@ -26,7 +27,8 @@ def gae(numbers, keep_S=None):
 
 
 def rest_of_episode(n, step):
-    """The steps from this one on in its segment, as far as its episode goes, each with its temporal difference."""
+    """The steps from this one on in its segment, as far as its episode goes, each with its temporal
+    difference."""
     later = [k for k in range(step, len(n["value_S"])) if n["segment_S"][k] == n["segment_S"][step]]
     values = [*n["value_S"][later[1:]], n["bootstrap"][n["segment_S"][step]]]
     for k, value in zip(later, values):
@@ -45,15 +47,18 @@ def advantages_by_definition(n):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_gae_against_definition(seed):
-    """Any interleaving of the segments, with and without an end of the episode at a segment's end."""
+    """Any interleaving of the segments, with and without an end of the episode at a segment's
+    end."""
     numbers = random_steps(seed)
-    np.testing.assert_allclose(gae(numbers), advantages_by_definition(numbers), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        gae(numbers), advantages_by_definition(numbers), rtol=1e-4, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("keep", [None, 0.7])
 def test_nothing_leaks_across_borders(keep):
-    """A million planted just beyond the end of each episode, or of its segment, changes nothing before it, and nothing in other
-    segments: neither in GAE nor in V-trace."""
+    """A million planted just beyond the end of each episode, or of its segment, changes nothing
+    before it, and nothing in other segments: neither in GAE nor in V-trace."""
     keep_S = keep and np.full(80, keep)
     numbers = random_steps(1)
     numbers["done_S"][[np.flatnonzero(numbers["segment_S"] == s)[-1] for s in (0, 1)]] = True
@@ -72,8 +77,9 @@ def test_nothing_leaks_across_borders(keep):
 
 
 def vtrace_by_definition(n, ratio_S):
-    """v_t = V_t + sum over k of gamma^k (lambda^k c_t ... c_{t+k-1}) rho_{t+k} delta_{t+k}, and the advantage
-    r_t + gamma (V + lambda (v - V))_{t+1} - V_t, episode by episode; rho and c are ratios of 1 at most."""
+    """v_t = V_t + sum over k of gamma^k (lambda^k c_t ... c_{t+k-1}) rho_{t+k} delta_{t+k}, and the
+    advantage r_t + gamma (V + lambda (v - V))_{t+1} - V_t, episode by episode; rho and c are ratios
+    of 1 at most."""
     excess_S, advantage_S = np.zeros((2, len(ratio_S)))
     for step in reversed(range(len(ratio_S))):
         (_, advantage_S[step]), *later = rest_of_episode(n, step)
@@ -88,16 +94,21 @@ def vtrace_by_definition(n, ratio_S):
 
 @torch.no_grad()
 def add_returns(numbers, ratio_S, size=80, delayed=False, **options):
-    """The shipped returns of a rollout of these numbers, with actions that are so many times as probable now as when they were
-    chosen; and the numbers, with the values as they are now."""
-    options = ver_ppo.Options(num_envs=4, num_steps=20, gamma=GAMMA, gae_lambda=LAMBDA, lstm_layers=0, **options)
+    """The shipped returns of a rollout of these numbers, with actions that are so many times as
+    probable now as when they were chosen; and the numbers, with the values as they are now."""
+    options = ver_ppo.Options(
+        num_envs=4, num_steps=20, gamma=GAMMA, gae_lambda=LAMBDA, lstm_layers=0, **options
+    )
     policy = ver_ppo.Policy(SPEC, options)
     policy.critic.scale.fill_(1.0)
     rollout = ver_ppo.Rollout(SPEC, 80, 4, policy.state_shape, torch.device("cpu"), delayed)
     action, first = torch.randint(3, (80, 1)), torch.zeros(80, dtype=torch.bool)
-    distribution, value, _ = policy.step({"obs": rollout.obs["obs"].normal_()}, action, first, rollout.state)
+    distribution, value, _ = policy.step(
+        {"obs": rollout.obs["obs"].normal_()}, action, first, rollout.state
+    )
     rollout.action[:] = rollout.prev_action[:] = action
-    rollout.log_prob[:], rollout.bootstrap[:] = distribution.log_prob(action).numpy() - np.log(ratio_S), numbers["bootstrap"]
+    rollout.log_prob[:] = distribution.log_prob(action).numpy() - np.log(ratio_S)
+    rollout.bootstrap[:] = numbers["bootstrap"]
     for name in ("segment", "reward", "value", "done"):
         getattr(rollout, name)[:] = numbers[f"{name}_S"]
     rollout.size = size
@@ -107,7 +118,8 @@ def add_returns(numbers, ratio_S, size=80, delayed=False, **options):
 
 @pytest.mark.parametrize("seed", range(10))
 def test_vtrace_against_definition(seed):
-    """Targets and advantages against a scalar loop over the definition, by the values and ratios of the policy as it is now."""
+    """Targets and advantages against a scalar loop over the definition, by the values and ratios of
+    the policy as it is now."""
     ratio_S = np.random.default_rng(seed).lognormal(0, 0.5, 80)
     rollout, numbers = add_returns(random_steps(seed), ratio_S, delayed=True)
     expected = vtrace_by_definition(numbers, ratio_S)
@@ -116,21 +128,29 @@ def test_vtrace_against_definition(seed):
 
 
 def test_vtrace_on_policy_is_gae():
-    """Where both policies are one, the advantages are those of GAE, and the targets are values plus these."""
+    """Where both policies are one, the advantages are those of GAE, and the targets are values plus
+    these."""
     rollout, numbers = add_returns(random_steps(3), np.ones(80), delayed=True)
     np.testing.assert_allclose(rollout.advantage, gae(numbers), rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(rollout.returns, rollout.advantage + numbers["value_S"], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        rollout.returns, rollout.advantage + numbers["value_S"], rtol=1e-4, atol=1e-5
+    )
 
 
 def test_returns_of_a_rollout():
-    """Without V-trace: the values that were stored, GAE, importance weights; of its first 60 steps, if it ended early."""
+    """Without V-trace: the values that were stored, GAE, importance weights; of its first 60 steps,
+    if it ended early."""
     numbers = random_steps(4)
     rollout, _ = add_returns(numbers, np.ones(80), size=60)
     numbers = {name: column[:60] for name, column in numbers.items()}
     np.testing.assert_array_equal(rollout.advantage[:60], gae(numbers))
     np.testing.assert_array_equal(rollout.returns[:60], rollout.advantage[:60] + numbers["value_S"])
-    np.testing.assert_array_equal(rollout.weight[:60], ver_ppo.importance_weights(numbers["segment_S"], 4))
-    assert not (rollout.advantage[60:].any() or rollout.returns[60:].any() or rollout.weight[60:].any())
+    np.testing.assert_array_equal(
+        rollout.weight[:60], ver_ppo.importance_weights(numbers["segment_S"], 4)
+    )
+    assert not (
+        rollout.advantage[60:].any() or rollout.returns[60:].any() or rollout.weight[60:].any()
+    )
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -1,14 +1,11 @@
 """Whole runs: they learn, can be repeated and resumed, are evaluated, and refuse bad input."""
 
-import contextlib
 import json
 import os
 import re
 import shutil
 import signal
-import time
 from dataclasses import replace
-from multiprocessing import forkserver, resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -19,99 +16,33 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import ver_ppo
-
-ROOT = Path(__file__).resolve().parents[1]
-SMALL = "--num-envs 4 --num-steps 16 --hidden-size 16 --eval-episodes 0 --device cpu --learner-threads 1 --no-overlap"
-WHERE = {"here": [], "overlap": ["--overlap"], "async": ["--sampler", "async"]}  # who collects
-
-
-def small(tmp_path, *args):
-    """Arguments of a small run in this folder."""
-    return [*SMALL.split(), "--total-timesteps", "100000", "--runs-dir", str(tmp_path), *args]
-
-
-def run_folders(tmp_path):
-    return sorted(path for path in tmp_path.iterdir() if path.is_dir())
-
-
-def run_here(tmp_path, line, *args):
-    """A small run in this process, with success. Returns its folder."""
-    assert ver_ppo.main(small(tmp_path, *line.split(), *args)) == 0
-    (folder,) = run_folders(tmp_path)
-    return folder
+from tests.helpers import (
+    ROOT,
+    WHERE,
+    differences,
+    logged,
+    nobody_left,
+    one_line,
+    run_folders,
+    run_here,
+    saved,
+    small,
+)
 
 
-def one_line(capsys, args, word, main=ver_ppo.main):
-    """This command is refused: exit status 2, one line with this word in it."""
-    capsys.readouterr()
-    assert main(args) == 2
-    error = capsys.readouterr().err
-    assert word in error and len(error.strip().splitlines()) == 1 and "Traceback" not in error, error
-
-
-def saved(folder):
-    """The checkpoint's content."""
-    return ver_ppo.load_checkpoint(folder / "checkpoint.pt")
-
-
-def same(one, two):
-    """Whether two checkpoints, or parts of them, are equal bit for bit."""
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, two)
-    if isinstance(one, dict):
-        return one.keys() == two.keys() and all(same(one[key], two[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(two) and all(map(same, one, two))
-    return one == two or (one != one and two != two)
-
-
-def differences(one, two):
-    return [key for key in one if key != "options" and not same(one[key], two[key])]
-
-
-def logged(folder, tag):
-    """The values of a tag in TensorBoard, by step; no step has two."""
-    events = EventAccumulator(str(folder)).Reload().Scalars(tag)
-    assert len({event.step for event in events}) == len(events)
-    return {event.step: event.value for event in events}
-
-
-def processes():
-    """Parent and session of every process that has not ended (a zombie has; who adopts it may be slow to notice)."""
-    found = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            state, parent, _, session = path.read_text().rsplit(")", 1)[1].split()[:4]
-            found |= {int(path.parent.name): (int(parent), int(session))} if state != "Z" else {}
-    return found
-
-
-def alive_in_session(session):
-    """Processes of this session that have not ended."""
-    return [pid for pid, (_, its_session) in processes().items() if its_session == session]
-
-
-def nobody_left(seconds=5):
-    """Whether all processes that this one and its fork server have started end within this time."""
-    servers = {forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid}
-    deadline, left = time.monotonic() + seconds, [None]
-    while left and time.monotonic() < deadline:
-        left = [pid for pid, (parent, _) in processes().items() if parent in {os.getpid(), *servers} - {None}]
-        left = set(left) - servers
-    return not left
-
-
-def wait_until(condition, seconds=60):
-    """Until this function returns something true. Machines that run tests are slow now and then."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it never came true"
-        time.sleep(0.05)
-
-
-@pytest.mark.parametrize("env_id", ["pointnav", "tests.envs:Everything-v0", "tests.envs:Keys-v0", "tests.envs:Continuous-v0", "CartPole-v1"])
+@pytest.mark.parametrize(
+    "env_id",
+    [
+        "pointnav",
+        "tests.envs:Everything-v0",
+        "tests.envs:Keys-v0",
+        "tests.envs:Continuous-v0",
+        "CartPole-v1",
+    ],
+)
 def test_train(tmp_path, env_id):
-    """Work happens: weights move, rollouts hold their invariants, TensorBoard and options are written."""
+    """Work happens: weights move, rollouts hold their invariants, TensorBoard and options are
+    written."""
     extra = "--env-kwargs camera=rgb image_size=16" if env_id == "pointnav" else "--lstm-layers 2"
     line = f"--env-id {env_id} --num-workers 0 --total-timesteps 256 --debug {extra}"
     folder = run_here(tmp_path, line)
@@ -121,20 +52,33 @@ def test_train(tmp_path, env_id):
     fresh = ver_ppo.build(ver_ppo.parse_options(small(tmp_path, *line.split())))[1].state_dict()
     moved = [name for name in fresh if not torch.equal(fresh[name], saved(folder)["policy"][name])]
     assert len(moved) == len(fresh) - 1  # all but the fixed entropy coefficient
-    losses = "value_loss policy_loss entropy approx_kl clipfrac ent_coef grad_norm skipped explained_variance"
+    losses = "value_loss policy_loss entropy approx_kl clipfrac ent_coef grad_norm skipped"
+    losses += " explained_variance"
     tags = {f"losses/{name}" for name in losses.split()} | {"charts/SPS", "charts/learning_rate"}
-    tags |= {f"time/{name}_share" for name in ("waiting", "inference", "learning")} | {"ver/batch_size", "ver/carried_share"}
-    tags |= {"ver/steps_per_env_min", "ver/steps_per_env_max", "ver/policy_lag_max", "ver/made_up_steps"}
+    tags |= {f"time/{name}_share" for name in ("waiting", "inference", "learning")} | {
+        "ver/batch_size",
+        "ver/carried_share",
+    }
+    tags |= {
+        "ver/steps_per_env_min",
+        "ver/steps_per_env_max",
+        "ver/policy_lag_max",
+        "ver/made_up_steps",
+    }
     assert tags <= set(EventAccumulator(str(folder)).Reload().Tags()["scalars"])
     assert [*logged(folder, "losses/entropy")] == [64, 128, 192, 256]
 
 
 def test_workers_are_the_same_environments():
-    """Worker processes, several environments each, answer what the same environments answer in the main process."""
+    """Worker processes, several environments each, answer what the same environments answer in the
+    main process."""
     options = ver_ppo.Options(env_id="tests.envs:Count-v0", num_envs=5, num_workers=2)
     spec = ver_ppo.describe_env(options)
     ios = [ver_ppo.EnvIO(spec, 5) for _ in range(2)]
-    pools = [ver_ppo.make_workers(replace(options, num_workers=n), "train", spec, io) for n, io in zip((0, 2), ios)]
+    pools = [
+        ver_ppo.make_workers(replace(options, num_workers=n), "train", spec, io)
+        for n, io in zip((0, 2), ios)
+    ]
     assert [type(pool) for pool in pools] == [ver_ppo.InlineWorkers, ver_ppo.SupervisedWorkers]
     try:
         for step in range(20):
@@ -143,7 +87,16 @@ def test_workers_are_the_same_environments():
                 while len(answered) < 5:
                     answered += pool.receive(5.0)
                 assert sorted(answered) == [0, 1, 2, 3, 4]
-            for name in ("obs", "final_obs", "first", "reward", "terminated", "truncated", "episode", "episode_stats"):
+            for name in (
+                "obs",
+                "final_obs",
+                "first",
+                "reward",
+                "terminated",
+                "truncated",
+                "episode",
+                "episode_stats",
+            ):
                 one, two = (ver_ppo.flatten(getattr(io, name)) for io in ios)
                 for key, rows in one.items():
                     np.testing.assert_array_equal(rows, two[key], f"{name} {key}, step {step}")
@@ -158,19 +111,28 @@ def test_workers_are_the_same_environments():
 
 @pytest.mark.parametrize("env_id", ["pointnav", "tests.envs:Count-v0"])
 def test_same_seed_same_run(tmp_path, env_id):
-    """With --num-workers 0, the same seed gives the same run bit for bit, and another seed another."""
+    """With --num-workers 0, the same seed gives the same run bit for bit, and another seed
+    another."""
     line = f"--env-id {env_id} --num-workers 0 --total-timesteps 192 --seed"
-    one, two, other = (saved(run_here(tmp_path / str(k), line, seed)) for k, seed in enumerate("334"))
-    assert differences(one, two) == [] and {"policy", "optimizer", "recent"} >= set(differences(one, other)) >= {"policy"}
+    one, two, other = (
+        saved(run_here(tmp_path / str(k), line, seed)) for k, seed in enumerate("334")
+    )
+    assert differences(one, two) == []
+    assert {"policy", "optimizer", "recent"} >= set(differences(one, other)) >= {"policy"}
 
 
-STOPS = [("pointnav", "ppo_update", 5, 320), ("Pendulum-v1", "observe", 90, 320), ("tests.envs:Count-v0", "observe", 3, 0)]
+STOPS = [
+    ("pointnav", "ppo_update", 5, 320),
+    ("Pendulum-v1", "observe", 90, 320),
+    ("tests.envs:Count-v0", "observe", 3, 0),
+]
 
 
 @pytest.mark.parametrize("env_id, function, times, step", STOPS)
 def test_resume_is_going_on(tmp_path, monkeypatch, env_id, function, times, step):
-    """A stopped run goes on with weights, optimizer and counters, plays episodes that it has not played, and continues its
-    curves without a gap. Two resumes from one checkpoint are equal bit for bit."""
+    """A stopped run goes on with weights, optimizer and counters, plays episodes that it has not
+    played, and continues its curves without a gap. Two resumes from one checkpoint are equal bit
+    for bit."""
     calls, original, seed, played = [], getattr(ver_ppo, function), ver_ppo.derive_seed, []
 
     def stopped(*args):
@@ -185,7 +147,9 @@ def test_resume_is_going_on(tmp_path, monkeypatch, env_id, function, times, step
         return seed(*numbers)
 
     monkeypatch.setattr(ver_ppo, "derive_seed", note)
-    args = small(tmp_path, *f"--env-id {env_id} --num-workers 0 --total-timesteps 640 --debug".split())
+    args = small(
+        tmp_path, *f"--env-id {env_id} --num-workers 0 --total-timesteps 640 --debug".split()
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ver_ppo, function, stopped)
         assert ver_ppo.main(args) == 128 + signal.SIGTERM
@@ -205,30 +169,56 @@ def test_resume_is_going_on(tmp_path, monkeypatch, env_id, function, times, step
 
 @pytest.mark.parametrize("where", WHERE)
 def test_resume_with_workers(tmp_path, capsys, where):
-    """With worker processes too a run goes on: counters, schedule, the same folder; changed options are named."""
-    folder = run_here(tmp_path, "--env-id tests.envs:Count-v0 --num-workers 2 --total-timesteps 256 --debug", *WHERE[where])
+    """With worker processes too a run goes on: counters, schedule, the same folder; changed options
+    are named."""
+    folder = run_here(
+        tmp_path,
+        "--env-id tests.envs:Count-v0 --num-workers 2 --total-timesteps 256 --debug",
+        *WHERE[where],
+    )
     assert ver_ppo.main(["--resume", str(folder), "--total-timesteps", "512"]) == 0
     assert "--total-timesteps: 512 (the checkpoint has 256)" in capsys.readouterr().out
     assert saved(folder)["step"] == 512 and saved(folder)["update"] == 8
     options = [ver_ppo.Options(total_timesteps=256 if k < 4 else 512) for k in range(8)]
-    rates = {64 * k + 64: pytest.approx(ver_ppo.learning_rate_at(64 * k, o)) for k, o in enumerate(options)}
+    rates = {
+        64 * k + 64: pytest.approx(ver_ppo.learning_rate_at(64 * k, o))
+        for k, o in enumerate(options)
+    }
     assert logged(folder, "charts/learning_rate") == rates
     assert run_folders(tmp_path) == [folder] and nobody_left()
 
 
 def test_resume_with_other_options(tmp_path):
     """The weights go on, whatever else changes."""
-    folder = run_here(tmp_path, "--num-workers 0 --total-timesteps 128 --env-kwargs simulator=builtin image_size=16")
-    for change in ("--env-kwargs image_size=17", "--seed 9", "--num-steps 8", "--num-envs 6", "--sampler nover", "--ent-coef 0.2"):
+    folder = run_here(
+        tmp_path,
+        "--num-workers 0 --total-timesteps 128 --env-kwargs simulator=builtin image_size=16",
+    )
+    for change in (
+        "--env-kwargs image_size=17",
+        "--seed 9",
+        "--num-steps 8",
+        "--num-envs 6",
+        "--sampler nover",
+        "--ent-coef 0.2",
+    ):
         step = saved(folder)["step"]
-        args = ["--resume", str(folder), "--total-timesteps", str(step + 1), "--debug", *change.split()]
+        args = [
+            "--resume",
+            str(folder),
+            "--total-timesteps",
+            str(step + 1),
+            "--debug",
+            *change.split(),
+        ]
         assert ver_ppo.main(args) == 0
         assert saved(folder)["step"] > step
     assert saved(folder)["policy"]["log_ent_coef"].exp() == pytest.approx(0.2)
 
 
 def test_evaluation(tmp_path, capsys):
-    """--checkpoint evaluates: mean and standard error, the same numbers each time, no folder made; video on demand."""
+    """--checkpoint evaluates: mean and standard error, the same numbers each time, no folder made;
+    video on demand."""
     folder = run_here(tmp_path, "--num-workers 0 --total-timesteps 128 --env-kwargs image_size=16")
     evaluate, lines = ["--checkpoint", str(folder / "checkpoint.pt"), "--eval-episodes"], []
     for how in (["9"], ["9"], ["9", "--greedy"]):
@@ -236,8 +226,12 @@ def test_evaluation(tmp_path, capsys):
         assert ver_ppo.main([*evaluate, *how]) == 0
         lines.append(capsys.readouterr().out.splitlines()[-1])
     numbers = [line.split(": ", 1)[1] for line in lines]
-    assert numbers[0] == numbers[1] != numbers[2] and "success" in numbers[0] and "spl" in numbers[0] and " ± " in numbers[0]
-    assert lines[0].startswith("evaluation, 9 sampled episodes") and lines[2].startswith("evaluation, 9 greedy episodes")
+    assert numbers[0] == numbers[1] != numbers[2]
+    assert "success" in numbers[0]
+    assert "spl" in numbers[0]
+    assert " ± " in numbers[0]
+    assert lines[0].startswith("evaluation, 9 sampled episodes")
+    assert lines[2].startswith("evaluation, 9 greedy episodes")
     assert ver_ppo.main([*evaluate, "2", "--capture-video"]) == 0
     from PIL import Image
 
@@ -247,8 +241,11 @@ def test_evaluation(tmp_path, capsys):
 
 
 def test_films_are_short_and_written_at_once(tmp_path, monkeypatch):
-    """Of each of three episodes the first steps, in their colours; a picture is in the file before the next one is taken."""
-    folder = run_here(tmp_path, "--num-workers 0 --total-timesteps 128 --env-kwargs image_size=16 camera=rgb")
+    """Of each of three episodes the first steps, in their colours; a picture is in the file before
+    the next one is taken."""
+    folder = run_here(
+        tmp_path, "--num-workers 0 --total-timesteps 128 --env-kwargs image_size=16 camera=rgb"
+    )
     options = ver_ppo.Options(**saved(folder)["options"] | {"capture_video": True})
     spec, policy, _ = ver_ppo.build(options)
     sizes, taken = [], []
@@ -265,49 +262,67 @@ def test_films_are_short_and_written_at_once(tmp_path, monkeypatch):
 
     original, files = ver_ppo.evaluate, []
     monkeypatch.setattr(ver_ppo, "evaluate", evaluate)
-    monkeypatch.setattr(ver_ppo, "open", lambda *args: files.append(open(*args)) or files[0], raising=False)
+    monkeypatch.setattr(
+        ver_ppo, "open", lambda *args: files.append(open(*args)) or files[0], raising=False
+    )
     monkeypatch.setattr(ver_ppo, "MOST_FRAMES", 4)
     ver_ppo.write_video(policy, spec, options, tmp_path / "film.gif")
     from PIL import Image
 
     film = Image.open(tmp_path / "film.gif")
-    assert film.n_frames == len(taken) <= 12 and (np.diff(sizes) > 0).all() and film.info["loop"] == 0
+    assert film.n_frames == len(taken) <= 12
+    assert (np.diff(sizes) > 0).all()
+    assert film.info["loop"] == 0
     for number, frame in enumerate(taken):
         film.seek(number)
-        assert np.abs(np.asarray(film.convert("RGB")).astype(int) - frame).mean() < 8 and film.info["duration"] == 100
+        assert np.abs(np.asarray(film.convert("RGB")).astype(int) - frame).mean() < 8
+        assert film.info["duration"] == 100
 
 
 def test_evaluation_plays_a_fixed_list(monkeypatch):
-    """Each environment plays its share of the episodes, whatever their lengths, with workers as without; on a machine with GPUs,
-    none is touched but the policy's."""
+    """Each environment plays its share of the episodes, whatever their lengths, with workers as
+    without; on a machine with GPUs, none is touched but the policy's."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: pytest.fail("all GPUs were asked for"))
-    options = ver_ppo.Options(env_id="tests.envs:Count-v0", num_envs=4, eval_episodes=10, hidden_size=8, greedy=True)
+    options = ver_ppo.Options(
+        env_id="tests.envs:Count-v0", num_envs=4, eval_episodes=10, hidden_size=8, greedy=True
+    )
     spec = ver_ppo.describe_env(options)
     policy = ver_ppo.Policy(spec, options)
-    found = [ver_ppo.evaluate(policy, spec, replace(options, num_workers=workers)) for workers in (0, 2)]
+    found = [
+        ver_ppo.evaluate(policy, spec, replace(options, num_workers=workers)) for workers in (0, 2)
+    ]
     assert found[0].shape == (10, 2) and (found[0][:, 1] == 7).all()
     np.testing.assert_allclose(np.sort(found[0], axis=0), np.sort(found[1], axis=0))
 
 
 def test_doors(tmp_path):
-    """Arguments, wrappers and a policy by name reach workers, evaluation, checkpoint, --resume and --checkpoint."""
-    line = "--env-id tests.envs:Count-v0 --num-workers 2 --total-timesteps 128 --eval-episodes 2 --debug"
-    doors = ["--env-kwargs", "limit=5", "--wrappers", "gymnasium.wrappers:TimeLimit(max_episode_steps=3)"]
+    """Arguments, wrappers and a policy by name reach workers, evaluation, checkpoint, --resume and
+    --checkpoint."""
+    line = "--env-id tests.envs:Count-v0 --num-workers 2 --total-timesteps 128 --eval-episodes 2"
+    line += " --debug"
+    doors = ["--env-kwargs", "limit=5"]
+    doors += ["--wrappers", "gymnasium.wrappers:TimeLimit(max_episode_steps=3)"]
     doors += ["--policy", "tests.envs:Wide(times=3)"]
     folder = run_here(tmp_path, line, *doors)
     assert json.loads((folder / "options.json").read_text())["env_kwargs"] == ["limit=5"]
-    assert set(logged(folder, "charts/episodic_length").values()) == {3.0} == set(logged(folder, "eval/length").values())
-    assert saved(folder)["policy"]["core.weight"].shape[0] == 16 and "core.wide.weight" in saved(folder)["policy"]
+    assert set(logged(folder, "charts/episodic_length").values()) == {3.0}
+    assert set(logged(folder, "eval/length").values()) == {3.0}
+    assert saved(folder)["policy"]["core.weight"].shape[0] == 16
+    assert "core.wide.weight" in saved(folder)["policy"]
     assert saved(folder)["policy"]["core.wide.weight"].shape[0] == 3 * 16
     assert ver_ppo.main(["--resume", str(folder), "--total-timesteps", "256", "--overlap"]) == 0
-    assert saved(folder)["step"] == 256 and set(logged(folder, "charts/episodic_length").values()) == {3.0}
+    assert saved(folder)["step"] == 256
+    assert set(logged(folder, "charts/episodic_length").values()) == {3.0}
     options = ver_ppo.parse_options(["--checkpoint", str(folder / "checkpoint.pt"), "--wrappers"])
-    assert options.env_kwargs == ("limit=5",) and options.wrappers == () and options.policy.startswith("tests.envs:Wide")
+    assert options.env_kwargs == ("limit=5",)
+    assert options.wrappers == ()
+    assert options.policy.startswith("tests.envs:Wide")
     assert ver_ppo.make_env(options).unwrapped.limit == 5
 
 
 class Clocks:
-    """An environment whose steps take this long, of which a share is spent on the CPU, as its clocks show."""
+    """An environment whose steps take this long, of which a share is spent on the CPU, as its
+    clocks show."""
 
     action_space = gym.spaces.Discrete(2)
 
@@ -324,26 +339,32 @@ class Clocks:
         return None, 0.0, False, False, {}
 
 
-@pytest.mark.parametrize("step_sec, busy, workers", [
-    (20e-6, 1.0, 0),  # very cheap
-    (100e-6, 1.0, 2),  # a core each
-    (300e-6, 1.0, 2),
-    (0.02, 0.99, 2),
-    (0.02, 0.0, 16),  # it sleeps
-    (0.02, 0.01, 16),
-    (0.02, 0.25, 8),
-    (0.02, 3.0, 1),  # more than one thread
-    (5.0, 0.0, 16),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "step_sec, busy, workers",
+    [
+        (20e-6, 1.0, 0),  # very cheap
+        (100e-6, 1.0, 2),  # a core each
+        (300e-6, 1.0, 2),
+        (0.02, 0.99, 2),
+        (0.02, 0.0, 16),  # it sleeps
+        (0.02, 0.01, 16),
+        (0.02, 0.25, 8),
+        (0.02, 3.0, 1),  # more than one thread
+        (5.0, 0.0, 16),
+    ],
+)
 def test_workers_are_counted_by_measuring(monkeypatch, step_sec, busy, workers):
-    """By wall and CPU time of some steps, for at most about a second: a process each for simulators that wait, one a core
-    for those that compute, none for cheap ones."""
+    """By wall and CPU time of some steps, for at most about a second: a process each for simulators
+    that wait, one a core for those that compute, none for cheap ones."""
     env = Clocks(step_sec, busy)
     monkeypatch.setattr(ver_ppo.time, "perf_counter", lambda: env.clock)
     monkeypatch.setattr(ver_ppo.time, "process_time", lambda: env.cpu)
     monkeypatch.setattr(ver_ppo, "count_cores", lambda: 2)
-    spec = ver_ppo.EnvSpec({"obs": gym.spaces.Discrete(2)}, env.action_space, (), *ver_ppo.time_steps(env))
-    assert spec.step_sec == pytest.approx(step_sec) and spec.cpu_sec == pytest.approx(step_sec * busy)
+    spec = ver_ppo.EnvSpec(
+        {"obs": gym.spaces.Discrete(2)}, env.action_space, (), *ver_ppo.time_steps(env)
+    )
+    assert spec.step_sec == pytest.approx(step_sec)
+    assert spec.cpu_sec == pytest.approx(step_sec * busy)
     assert env.resets == 1 and env.clock <= 1.0 + 2 * step_sec + 1e-9
     for overlap in (False, True):
         options = ver_ppo.Options(overlap=overlap)
@@ -355,13 +376,18 @@ def test_workers_are_counted_by_measuring(monkeypatch, step_sec, busy, workers):
     assert bool(ver_ppo.count_workers(options, spec)) == bool(workers)
 
 
-@pytest.mark.parametrize("cores, gpu, overlaps", [(1, False, False), (2, False, True), (16, False, True), (16, True, False)])
+@pytest.mark.parametrize(
+    "cores, gpu, overlaps",
+    [(1, False, False), (2, False, True), (16, False, True), (16, True, False)],
+)
 def test_overlap_is_the_default_on_cpus(monkeypatch, cores, gpu, overlaps):
-    """Where two processes can run at once, and nobody has to share a GPU; not where ranks preempt each other."""
+    """Where two processes can run at once, and nobody has to share a GPU; not where ranks preempt
+    each other."""
     monkeypatch.setattr(ver_ppo, "count_cores", lambda: cores)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     assert ver_ppo.parse_options([]).overlap == overlaps
-    assert not ver_ppo.parse_options(["--no-overlap"]).overlap and ver_ppo.parse_options(["--overlap"]).overlap
+    assert not ver_ppo.parse_options(["--no-overlap"]).overlap
+    assert ver_ppo.parse_options(["--overlap"]).overlap
 
 
 def test_first_line(tmp_path, capsys, monkeypatch):
@@ -369,21 +395,28 @@ def test_first_line(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(ver_ppo, "time_steps", lambda env: [20e-6, 19e-6])
     run_here(tmp_path / "1", "--env-id CartPole-v1 --total-timesteps 64")
     run_here(tmp_path / "2", "--env-id CartPole-v1 --total-timesteps 64 --num-workers 2")
-    measured, told = [line for line in capsys.readouterr().out.splitlines() if "environments in" in line]
+    measured, told = [
+        line for line in capsys.readouterr().out.splitlines() if "environments in" in line
+    ]
     figures = r"a step takes 0.02 ms, 0.019 of a CPU; \d+ cores"
     assert re.search(rf"ver without overlap, 4 environments in 0 workers \({figures}\), ", measured)
     assert "4 environments in 2 workers, " in told
 
 
-BAD_INPUT = {  # what is given, and a word of the answer; numbers out of range are in test_options.py
+# what is given, and a word of the answer; numbers out of range are in test_options.py
+UNUSABLE = "--env-id tests.faulty_envs:Unusable-v0 --env-kwargs how"
+NORMALIZED = "--env-id CartPole-v1 --wrappers gymnasium.wrappers:Normalize"
+NO_NUMBERS = "does not hold ['arrived'] as numbers"
+CONTROLLER = "--policy notebooks.extensions.controller:NeuralController"
+BAD_INPUT = {
     "--env-id NoSuch-v0": "NoSuch",
     "--env-id no_such_module:Env-v0": "no_such_module",
     "--env-id tests.faulty_envs:Broken-v0": "no licence",
-    "--env-id tests.faulty_envs:Unusable-v0 --env-kwargs how=locked": "the door is locked; ",
-    "--env-id tests.faulty_envs:Unusable-v0 --env-kwargs how=vector": "self.total_reward += float(reward)",
-    "--env-id tests.faulty_envs:Unusable-v0 --env-kwargs how=nan": "reward is nan",
-    "--env-id tests.faulty_envs:Unusable-v0 --env-kwargs how=array": "does not hold ['arrived'] as numbers (TypeError",
-    "--env-id tests.faulty_envs:Unusable-v0 --env-kwargs how=missing": "does not hold ['arrived'] as numbers (KeyError: 'arrived')",
+    f"{UNUSABLE}=locked": "the door is locked; ",
+    f"{UNUSABLE}=vector": "self.total_reward += float(reward)",
+    f"{UNUSABLE}=nan": "reward is nan",
+    f"{UNUSABLE}=array": f"{NO_NUMBERS} (TypeError",
+    f"{UNUSABLE}=missing": f"{NO_NUMBERS} (KeyError: 'arrived')",
     "--env-id tests.faulty_envs:Stuck-v0 --env-timeout 0.5": "time.sleep(3600)",
     "--env-id tests.envs:TextAlone-v0": "speech",
     "--env-id tests.envs:TupleAction-v0": "Tuple",
@@ -411,8 +444,8 @@ BAD_INPUT = {  # what is given, and a word of the answer; numbers out of range a
     "--env-kwargs simulator=matlab": "matlab",
     "--wrappers no_such_module:Wrapper": "no_such_module",
     "--wrappers gymnasium.wrappers:NoSuch": "NoSuch",
-    "--env-id CartPole-v1 --wrappers gymnasium.wrappers:NormalizeObservation": "RescaleObservation(min_obs=-1, max_obs=1)",
-    "--env-id CartPole-v1 --wrappers gymnasium.wrappers:NormalizeReward": "use nothing",
+    f"{NORMALIZED}Observation": "RescaleObservation(min_obs=-1, max_obs=1)",
+    f"{NORMALIZED}Reward": "use nothing",
     "--wrappers gymnasium.wrappers:TimeLimit": "max_episode_steps",
     "--wrappers gymnasium.wrappers:TimeLimit(steps=3)": "max_episode_steps",
     "--wrappers gymnasium.wrappers:TimeLimit(3)": "(KEY=VALUE, ...)",
@@ -429,7 +462,7 @@ BAD_INPUT = {  # what is given, and a word of the answer; numbers out of range a
     "--sim-latency 20": "Latency(mean_ms=20",
     "--sim_latency_spread 1": "Latency(mean_ms=20",
     "--action-delay": "wrappers:ActionDelay",
-    "--controller FILE": "--policy notebooks.extensions.controller:NeuralController --init-from FILE",
+    "--controller FILE": f"{CONTROLLER} --init-from FILE",
     "--population runs/p": "python -m notebooks.extensions.population",
     "--member 3": "python -m notebooks.extensions.population",
     "--no-recurrent": "--lstm-layers 0",
@@ -451,47 +484,83 @@ def test_bad_input(tmp_path, capsys, monkeypatch, line):
 
 
 def test_the_device_is_chosen_once(monkeypatch):
-    """Everybody gets the number that the main process has chosen: a simulator in another process could not know it."""
+    """Everybody gets the number that the main process has chosen: a simulator in another process
+    could not know it."""
     found = []
     monkeypatch.setattr(ver_ppo, "choose_device", lambda options: torch.device("cuda:3"))
-    assert ver_ppo.main(["--env-id", "CartPole-v1"], train=lambda options: found.append(options.device)) == 0
+    note = lambda options: found.append(options.device)
+    assert ver_ppo.main(["--env-id", "CartPole-v1"], train=note) == 0
     assert found == ["cuda:3"]
 
 
-@pytest.mark.parametrize("line, word", [("--sampler lidar", "nover"), ("--num-envs four", "int"), ("--speed 3", "--speed")])
+@pytest.mark.parametrize(
+    "line, word",
+    [("--sampler lidar", "nover"), ("--num-envs four", "int"), ("--speed 3", "--speed")],
+)
 def test_what_the_parser_refuses(tmp_path, capsys, line, word):
     """Values of another kind and unknown options: exit status 2, and what is accepted."""
     with pytest.raises(SystemExit, match="2"):
         ver_ppo.main(small(tmp_path, *line.split()))
     error = capsys.readouterr().err
-    assert line.split()[0] in error and word in error and "Traceback" not in error and run_folders(tmp_path) == []
+    assert line.split()[0] in error
+    assert word in error
+    assert "Traceback" not in error
+    assert run_folders(tmp_path) == []
 
 
-LIMITS = [  # sampler, shares of waiting, inference, learning, and of idle workers while waiting; what is said
-    ("ver", (0.8, 0.1, 0.1, 0.1), "simulators limit the speed: 80 % of the time: try more --num-envs"),
-    ("ver", (0.8, 0.1, 0.1, 0.6), "simulators limit the speed: 80 % of the time: try more --num-envs"),
-    ("sync", (0.7, 0.1, 0.2, 0.6), "stragglers limit the speed: 70 % waiting, workers idle 60 % of it: try --sampler ver"),
+# sampler, shares of waiting, inference, learning, and of idle workers while waiting; what is said
+LIMITS = [
+    (
+        "ver",
+        (0.8, 0.1, 0.1, 0.1),
+        "simulators limit the speed: 80 % of the time: try more --num-envs",
+    ),
+    (
+        "ver",
+        (0.8, 0.1, 0.1, 0.6),
+        "simulators limit the speed: 80 % of the time: try more --num-envs",
+    ),
+    (
+        "sync",
+        (0.7, 0.1, 0.2, 0.6),
+        "stragglers limit the speed: 70 % waiting, workers idle 60 % of it: try --sampler ver",
+    ),
     ("ver", (0.2, 0.5, 0.3, 0.9), "inference limits the speed: 50 % of the time"),
-    ("ver", (0.2, 0.3, 0.5, 0.1), "learning limits the speed: 50 % of the time: try --overlap, or a GPU"),
+    (
+        "ver",
+        (0.2, 0.3, 0.5, 0.1),
+        "learning limits the speed: 50 % of the time: try --overlap, or a GPU",
+    ),
     ("async", (0.6, 0.38, 0.7, 0.1), "simulators limit"),  # who collects does nothing else
-    ("async", (0.3, 0.3, 0.95, 0.1), "learning limits the speed: 95 % of the time: try a GPU, or fewer"),
+    (
+        "async",
+        (0.3, 0.3, 0.95, 0.1),
+        "learning limits the speed: 95 % of the time: try a GPU, or fewer",
+    ),
 ]
 
 
 @pytest.mark.parametrize("sampler, shares, words", LIMITS)
 def test_what_limits(sampler, shares, words):
-    assert ver_ppo.what_limits(ver_ppo.Options(sampler=sampler, overlap=False), *shares).startswith(words)
+    assert ver_ppo.what_limits(ver_ppo.Options(sampler=sampler, overlap=False), *shares).startswith(
+        words
+    )
 
 
 def test_what_limits_a_run(tmp_path, capfd):
-    """Simulators that sleep, and epochs without end, are found out, in the main process and with workers."""
+    """Simulators that sleep, and epochs without end, are found out, in the main process and with
+    workers."""
     latency = ["--wrappers", "notebooks.extensions.wrappers:Latency(mean_ms=20, spread=0)"]
     lines = []
     for name, more in {"0": latency, "4": latency, "1": ["--update-epochs", "200"]}.items():
         line = f"--env-id CartPole-v1 --total-timesteps 192 --num-workers {name}"
         run_here(tmp_path / name, line, *more)
         lines += re.findall(r"\w+ limits? the speed", capfd.readouterr().out)
-    assert lines == ["simulators limit the speed", "simulators limit the speed", "learning limits the speed"]
+    assert lines == [
+        "simulators limit the speed",
+        "simulators limit the speed",
+        "learning limits the speed",
+    ]
 
 
 def test_memory_is_flat(tmp_path, monkeypatch):
@@ -500,25 +569,48 @@ def test_memory_is_flat(tmp_path, monkeypatch):
 
     def log_and_weigh(run, *args):
         log(run, *args)
-        resident_mib.append(int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20)
+        resident_mib.append(
+            int(Path("/proc/self/statm").read_text().split()[1])
+            * os.sysconf("SC_PAGE_SIZE")
+            / 2**20
+        )
 
     monkeypatch.setattr(ver_ppo.Run, "log", log_and_weigh)
-    run_here(tmp_path, "--env-id tests.envs:Count-v0 --num-workers 0 --num-steps 4 --total-timesteps 3200")
+    run_here(
+        tmp_path,
+        "--env-id tests.envs:Count-v0 --num-workers 0 --num-steps 4 --total-timesteps 3200",
+    )
     assert len(resident_mib) == 200
     assert np.mean(resident_mib[-50:]) - np.mean(resident_mib[80:130]) < 4
 
 
 def test_memory_task(tmp_path):
-    """A cue seen at the first step and asked for ten steps later: solved with the LSTM, and not without."""
+    """A cue seen at the first step and asked for ten steps later: solved with the LSTM, and not
+    without."""
     for layers, steps, low, high in ((1, 80_000, 0.95, 1.0), (0, 30_000, 0.35, 0.65)):
         options = ver_ppo.Options(
-            env_id="tests.envs:Cue-v0", total_timesteps=steps, num_workers=0, num_envs=16, num_steps=64, hidden_size=32,
-            learning_rate=2e-3, gae_lambda=1.0, update_epochs=4, norm_adv=True, lstm_layers=layers, runs_dir=str(tmp_path),
-            exp_name=f"{layers}", eval_episodes=0, device="cpu", learner_threads=1,
+            env_id="tests.envs:Cue-v0",
+            total_timesteps=steps,
+            num_workers=0,
+            num_envs=16,
+            num_steps=64,
+            hidden_size=32,
+            learning_rate=2e-3,
+            gae_lambda=1.0,
+            update_epochs=4,
+            norm_adv=True,
+            lstm_layers=layers,
+            runs_dir=str(tmp_path),
+            exp_name=f"{layers}",
+            eval_episodes=0,
+            device="cpu",
+            learner_threads=1,
             overlap=False,
-        )  # fmt: skip
+        )
         checkpoint = ver_ppo.load_checkpoint(ver_ppo.train(options) / "checkpoint.pt")
         spec, policy, _ = ver_ppo.build(options)
         policy.load_state_dict(checkpoint["policy"])
-        means = ver_ppo.report_evaluation(policy, spec, replace(options, eval_episodes=200, greedy=True), tmp_path)
+        means = ver_ppo.report_evaluation(
+            policy, spec, replace(options, eval_episodes=200, greedy=True), tmp_path
+        )
         assert low <= means["eval/return"] <= high

@@ -1,4 +1,5 @@
-"""The ways to collect: sync, nover, ver and async, inline and in another process, while this one learns."""
+"""The ways to collect: sync, nover, ver and async, inline and in another process, while this one
+learns."""
 
 import contextlib
 import json
@@ -29,8 +30,9 @@ def table(seed, num_envs=4, spread=0.8):
 
 @pytest.mark.parametrize("seed", range(10))
 def test_nover_and_sync(seed):
-    """Both take T steps from every environment and carry nothing over. Lock-step pays for the slowest of each step, nover for
-    the slowest environment of each rollout, ver for neither: none of its environments ever waits."""
+    """Both take T steps from every environment and carry nothing over. Lock-step pays for the
+    slowest of each step, nover for the slowest environment of each rollout, ver for neither: none
+    of its environments ever waits."""
     num_envs, num_steps, rollouts, took = 4, 12, 4, {}
     seconds = table(seed, num_envs)
     for sampler in ("sync", "nover", "ver"):
@@ -42,11 +44,14 @@ def test_nover_and_sync(seed):
             ver_ppo.check_rollout(rollout, c.version)
             steps_N += np.bincount(rollout.env, minlength=num_envs)
             if sampler != "ver":
-                assert (steps_N == (c.version + 1) * num_steps).all() and (rollout.sent_at > rollout.clock[0]).all()
+                assert (steps_N == (c.version + 1) * num_steps).all()
+                assert (rollout.sent_at > rollout.clock[0]).all()
             if sampler == "sync":
                 assert (np.unique(rollout.sent_at, return_counts=True)[1] == num_envs).all()
         took[sampler] = workers.now
-    assert steps_N.tolist() == [np.searchsorted(np.cumsum(row), took["ver"] + 1e-6) for row in seconds]
+    assert steps_N.tolist() == [
+        np.searchsorted(np.cumsum(row), took["ver"] + 1e-6) for row in seconds
+    ]
     seconds_NRT = seconds[:, : rollouts * num_steps].reshape(num_envs, rollouts, num_steps)
     assert took["sync"] == pytest.approx(seconds_NRT.max(axis=0).sum())
     assert took["nover"] == pytest.approx(seconds_NRT.sum(axis=2).max(axis=0).sum())
@@ -54,8 +59,15 @@ def test_nover_and_sync(seed):
 
 
 def test_equal_speeds_make_all_samplers_alike():
-    """Where all steps take equally long, every sampler collects what lock-step does: the order of the steps alone may differ."""
-    endings, got = {(1, 4): "terminated", (0, 7): "truncated", (2, 11): "terminated", (0, 29): "truncated"}, {}
+    """Where all steps take equally long, every sampler collects what lock-step does: the order of
+    the steps alone may differ."""
+    endings = {
+        (1, 4): "terminated",
+        (0, 7): "truncated",
+        (2, 11): "terminated",
+        (0, 29): "truncated",
+    }
+    got = {}
     names = "env first prev_action action log_prob value reward done".split()
     for sampler in ("sync", "nover", "ver", "async"):
         workers = VirtualWorkers(3, lambda e, step: 1.0, lambda e, step: endings.get((e, step)))
@@ -64,7 +76,12 @@ def test_equal_speeds_make_all_samplers_alike():
         for _ in range(3):
             collect(policy, rollout, c)
             order = np.argsort(rollout.env, kind="stable")
-            columns = [rollout.rows[names][order], rollout.obs["obs"][order], rollout.state[order], rollout.bootstrap.copy()]
+            columns = [
+                rollout.rows[names][order],
+                rollout.obs["obs"][order],
+                rollout.state[order],
+                rollout.bootstrap.copy(),
+            ]
             got.setdefault(sampler, []).extend(columns)
     for sampler in ("nover", "ver", "async"):
         for one, two in zip(got["sync"], got[sampler], strict=True):
@@ -73,19 +90,26 @@ def test_equal_speeds_make_all_samplers_alike():
 
 @pytest.mark.parametrize("seed", range(10))
 def test_trajectories(seed):
-    """async: every environment's steps, each once and in order, in trajectories of T; what follows one has the value that the
-    next begins with; nothing waits for anything but its own environment."""
+    """async: every environment's steps, each once and in order, in trajectories of T; what follows
+    one has the value that the next begins with; nothing waits for anything but its own
+    environment."""
     num_envs, num_steps, seconds = 4, 5, table(seed)
     if seed % 2:
-        seconds = seconds.round() + 1  # many ties: more trajectories are finished at once than a rollout has room for
-    endings = np.random.default_rng(seed).choice([None, "terminated", "truncated"], (num_envs, 997), p=[0.8, 0.1, 0.1])
-    workers = VirtualWorkers(num_envs, lambda e, step: seconds[e, step], lambda e, step: endings[e, step])
+        # many ties: more trajectories are finished at once than a rollout has room for
+        seconds = seconds.round() + 1
+    endings = np.random.default_rng(seed).choice(
+        [None, "terminated", "truncated"], (num_envs, 997), p=[0.8, 0.1, 0.1]
+    )
+    workers = VirtualWorkers(
+        num_envs, lambda e, step: seconds[e, step], lambda e, step: endings[e, step]
+    )
     policy, rollout, c = build(workers, num_envs, num_steps, sampler="async")
     rollouts, bootstrap_N = [], [None] * num_envs
     for c.version in range(15):
         collect(policy, rollout, c)
         ver_ppo.check_rollout(rollout, c.version, lag=15)
-        assert rollout.size == rollout.steps and rollout.segment.tolist() == np.repeat(range(num_envs), num_steps).tolist()
+        assert rollout.size == rollout.steps
+        assert rollout.segment.tolist() == np.repeat(range(num_envs), num_steps).tolist()
         for segment, step in enumerate(range(0, rollout.steps, num_steps)):
             e = rollout.env[step]
             assert bootstrap_N[e] in (None, rollout.value[step])
@@ -95,7 +119,11 @@ def test_trajectories(seed):
         rollouts.append(taken(rollout))
     assert_nothing_is_lost(c, rollouts)
     for e, count in enumerate(np.bincount(np.concatenate([columns[0] for columns in rollouts]))):
-        assert seconds[e, :count].sum() <= workers.now + 1e-6 <= seconds[e, : count + 2 * num_steps].sum() + 2e-6
+        assert (
+            seconds[e, :count].sum()
+            <= workers.now + 1e-6
+            <= seconds[e, : count + 2 * num_steps].sum() + 2e-6
+        )
 
 
 def latency(mean_ms, spread):
@@ -117,8 +145,12 @@ MODES = {
 
 @contextlib.contextmanager
 def collecting(**changes):
-    """The source of rollouts, as `train` uses it, and the policy. Afterwards, no process is left."""
-    options = ver_ppo.Options(**{"env_id": "tests.envs:Count-v0", "num_workers": 3, "hidden_size": 8, "overlap": False} | changes)
+    """The source of rollouts, as `train` uses it, and the policy. Afterwards, no process is
+    left."""
+    options = ver_ppo.Options(
+        **{"env_id": "tests.envs:Count-v0", "num_workers": 3, "hidden_size": 8, "overlap": False}
+        | changes
+    )
     spec = ver_ppo.describe_env(options)
     policy, deadline = ver_ppo.Policy(spec, options), time.monotonic() + 60
 
@@ -135,31 +167,49 @@ def collecting(**changes):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_loses_nothing(mode):
-    """Over many rollouts, each environment's steps come once and in order; and each action has the probability and each state
-    the value that the policy of the recorded version gives (weights are published whole, and in time)."""
+    """Over many rollouts, each environment's steps come once and in order; and each action has the
+    probability and each state the value that the policy of the recorded version gives (weights are
+    published whole, and in time)."""
     num_envs, num_steps, policies, lags = 5, 16, {}, []
     expected = [None] * num_envs  # the next observation of each environment
-    with collecting(num_envs=num_envs, num_steps=num_steps, wrappers=latency(1, 0.8), **MODES[mode]) as (policy, source):
+    with collecting(
+        num_envs=num_envs, num_steps=num_steps, wrappers=latency(1, 0.8), **MODES[mode]
+    ) as (policy, source):
         for version in range(5, 17):
             rollout = next(source)
             ver_ppo.check_rollout(rollout, version, 8 if "async" in mode else "overlap" in mode)
             assert rollout.size == num_envs * num_steps
-            for e, (count, offset), row in zip(rollout.env, rollout.obs["obs"].tolist(), rollout.rows):
+            for e, (count, offset), row in zip(
+                rollout.env, rollout.obs["obs"].tolist(), rollout.rows
+            ):
                 assert row["first"] == (count == 0)
-                assert expected[e] is None or expected[e] == (pytest.approx(count), offset if count else None)
+                assert expected[e] is None or expected[e] == (
+                    pytest.approx(count),
+                    offset if count else None,
+                )
                 assert row["done"] == (round(10 * count) == 6)
-                assert row["done"] or row["reward"] == pytest.approx(0.1 * (row["action"].item() - 1))
+                assert row["done"] or row["reward"] == pytest.approx(
+                    0.1 * (row["action"].item() - 1)
+                )
                 expected[e] = (0.0, None) if row["done"] else (count + 0.1, offset)
-            policies[version] = {name: weight.clone() for name, weight in policy.state_dict().items()}
+            policies[version] = {
+                name: weight.clone() for name, weight in policy.state_dict().items()
+            }
             for used in np.unique(rollout.version):
                 steps = np.flatnonzero(rollout.version == used)
                 names = "prev_action", "first", "action", "log_prob", "value"
-                prev_action, first, *known = (torch.from_numpy(rollout.rows[name][steps]) for name in names)
+                prev_action, first, *known = (
+                    torch.from_numpy(rollout.rows[name][steps]) for name in names
+                )
                 policy.load_state_dict(policies[used])
                 with torch.no_grad():
                     obs = {"obs": rollout.obs["obs"][steps]}
-                    distribution, value, _ = policy.step(obs, prev_action, first, rollout.state[steps])
-                torch.testing.assert_close([known[0], distribution.log_prob(known[0]), value], known)
+                    distribution, value, _ = policy.step(
+                        obs, prev_action, first, rollout.state[steps]
+                    )
+                torch.testing.assert_close(
+                    [known[0], distribution.log_prob(known[0]), value], known
+                )
             lags.append(version - rollout.version)
             policy.load_state_dict(policies[version])
             time.sleep(0.02)
@@ -174,15 +224,17 @@ def test_every_mode_loses_nothing(mode):
 
 @pytest.mark.parametrize("mode, wait_sec", [("overlap", 0), ("overlap", 2), ("async", 0)])
 def test_collecting_process_dies(mode, wait_sec):
-    """The death of the collecting process ends the run with its exit code, in seconds, also when it has handed its rollout over
-    and waits."""
+    """The death of the collecting process ends the run with its exit code, in seconds, also when it
+    has handed its rollout over and waits."""
     with collecting(num_envs=4, num_steps=16, **MODES[mode]) as (policy, source):
         next(source)
         time.sleep(wait_sec)
         (process,) = torch.multiprocessing.active_children()
         os.kill(process.pid, signal.SIGKILL)
         began = time.monotonic()
-        with pytest.raises(ver_ppo.EnvironmentFailure, match="the collecting process died with exit code -9"):
+        with pytest.raises(
+            ver_ppo.EnvironmentFailure, match="the collecting process died with exit code -9"
+        ):
             for _ in range(1000):
                 next(source)
         assert time.monotonic() - began < 20
@@ -190,39 +242,60 @@ def test_collecting_process_dies(mode, wait_sec):
 
 @pytest.mark.parametrize("mode", ["ver", "overlap", "async"])
 def test_trace(tmp_path, mode):
-    """--trace shows each step of each environment, each batch with its size, each learning phase, at the right time: steps of
-    one worker do not overlap; inference and learning do with --overlap and async only."""
+    """--trace shows each step of each environment, each batch with its size, each learning phase,
+    at the right time: steps of one worker do not overlap; inference and learning do with --overlap
+    and async only."""
     path = tmp_path / "trace.json"
-    args = "--env-id tests.envs:Count-v0 --num-envs 4 --num-steps 32 --total-timesteps 640 --num-workers 2 --hidden-size 16"
-    args += " --eval-episodes 0 --learner-threads 1 --update-epochs 20"
+    args = "--env-id tests.envs:Count-v0 --num-envs 4 --num-steps 32 --total-timesteps 640"
+    args += (
+        " --num-workers 2 --hidden-size 16 --eval-episodes 0 --learner-threads 1 --update-epochs 20"
+    )
     args += {"ver": " --no-overlap", "overlap": " --overlap", "async": " --sampler async"}[mode]
     args = [*args.split(), "--wrappers", *latency(1, 0), "--runs-dir", str(tmp_path)]
     assert ver_ppo.main([*args, "--trace", str(path)]) == 0
     lanes = {}
     for event in json.loads(path.read_text()):
         assert event["ph"] == "X"
-        lanes.setdefault(event["pid"], []).append((event["ts"], event["ts"] + event["dur"], event["name"]))
+        lanes.setdefault(event["pid"], []).append(
+            (event["ts"], event["ts"] + event["dur"], event["name"])
+        )
     batches, learning = lanes.pop("inference"), lanes.pop("learner")
     assert len(learning) == 5 and lanes.keys() == {f"environment {e}" for e in range(4)}
-    assert sum(int(name.split()[-1]) for *_, name in batches) == sum(map(len, lanes.values())) == 640
-    assert min(end - begin for lane in lanes.values() for begin, end, _ in lane) == pytest.approx(1100, rel=0.1)
+    assert (
+        sum(int(name.split()[-1]) for *_, name in batches) == sum(map(len, lanes.values())) == 640
+    )
+    assert min(end - begin for lane in lanes.values() for begin, end, _ in lane) == pytest.approx(
+        1100, rel=0.1
+    )
     for worker in (0, 1):
         steps = sorted(lanes[f"environment {worker}"] + lanes[f"environment {worker + 2}"])
         assert all(earlier[1] <= later[0] + 2 for earlier, later in zip(steps, steps[1:]))
-    overlaps = [batch for batch in batches for phase in learning if batch[0] < phase[1] and phase[0] < batch[1]]
+    overlaps = [
+        batch
+        for batch in batches
+        for phase in learning
+        if batch[0] < phase[1] and phase[0] < batch[1]
+    ]
     assert bool(overlaps) == (mode != "ver")
 
 
 def test_double_buffering():
-    """While inference takes 6 ms and a step 10 ms, a worker with one environment idles a third of its time or more; with
-    two, it steps one environment while the other's action is being computed, and idles much less."""
+    """While inference takes 6 ms and a step 10 ms, a worker with one environment idles a third of
+    its time or more; with two, it steps one environment while the other's action is being computed,
+    and idles much less."""
     idle = {}
     for num_envs in (1, 2):
-        options = {"num_envs": num_envs, "num_steps": 30, "num_workers": 1, "wrappers": latency(10, 0)}
+        options = {
+            "num_envs": num_envs,
+            "num_steps": 30,
+            "num_workers": 1,
+            "wrappers": latency(10, 0),
+        }
         with collecting(**options) as (policy, source):
             step = policy.step
             policy.step = lambda *args: (time.sleep(0.006), step(*args))[1]
             next(source)
             rollout = next(source)
         idle[num_envs] = 1 - rollout.step_sec.sum() / (rollout.clock[1] - rollout.clock[0])
-    assert idle[1] > 0.3 and idle[2] < idle[1] / 2, idle  # 0.38 and less than 0.1 on a machine that does nothing else
+    # 0.38 and less than 0.1 on a machine that does nothing else
+    assert idle[1] > 0.3 and idle[2] < idle[1] / 2, idle

@@ -5,6 +5,7 @@ manual, and their pictures, from that, so that none of these figures is typed.
     python tests/benchmarks/all.py run scaling peers                some of it
     python tests/benchmarks/all.py run peers --arguments "..."      with arguments of its own
     python tests/benchmarks/all.py tables                           writes the tables, draws
+    python tests/benchmarks/all.py tables --check                   says whether they are up to date
 
 CHECKPOINT, which some need, is the checkpoint.pt of a run of `pointnav`, --checkpoint FILE.
 notebooks/results/NAME.json says by which command, at which commit, when, on which machine and with
@@ -252,6 +253,24 @@ def write_tables(text):
     return MARKS.sub(lambda found: f"{found[1]}{TABLES[found[2]]()}\n{found[3]}", text)
 
 
+def check_tables():
+    """What is wrong with the pages: tables without a place or with several, unknown ones, and pages
+    that would change."""
+    wrong = []
+    texts = {page: page.read_text() for page in PAGES}
+    marks = [name for text in texts.values() for _, name, _ in MARKS.findall(text)]
+    for name in sorted({*TABLES, *marks}):
+        places = marks.count(name)
+        if name not in TABLES:
+            wrong.append(f"{name}: there is no such table")
+        elif places != 1:
+            wrong.append(f"{name}: {places} places in the pages")
+    if not wrong:
+        changed = [page for page, text in texts.items() if write_tables(text) != text]
+        wrong = [f"{page}: would change; run all.py tables" for page in changed]
+    return wrong
+
+
 # --------------------------------------------------------------------------------------- Pictures
 
 
@@ -290,7 +309,14 @@ if __name__ == "__main__":
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(names))
     parser.add_argument("--checkpoint", default="", help="file that takes CHECKPOINT's place")
     parser.add_argument("--arguments", default="", help="appended to the command; not kept")
+    parser.add_argument("--check", action="store_true", help="with `tables`: write nothing")
     options = parser.parse_args()
+    if options.check:
+        if options.what == "run":
+            parser.error("--check goes with `tables`")
+        wrong = check_tables()
+        print(*(wrong or ["the tables are up to date"]), sep="\n")
+        sys.exit(bool(wrong))
     if unknown := set(options.names) - set(names):
         parser.error(f"there is no {', '.join(unknown)}")
     if options.what == "run":

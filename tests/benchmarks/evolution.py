@@ -26,10 +26,9 @@ from typing import NamedTuple
 import numpy as np
 from results import ROOT, draw, dump, header, ver_ppo, where_and_when
 
-from notebooks.extensions.population import BOUNDS, Entry, evolve
+from tests.takeovers import equal_policies
 
 MEMBERS = 4
-OPTIONS = dict.fromkeys(BOUNDS, 0)  # of invented members
 SPREADS = (0.1, 0.2, 0.5, 1.0, 2.0)  # standard deviations of returns whose mean is 1
 TUNED_SEEDS = 8
 REACHED = 0.98  # of the return of the tuned rate
@@ -115,27 +114,6 @@ def trial(task, number):
     population, decisions = run_population(task, rates, seed=number)
     print(task, number, rates, alone, population, flush=True)
     return {"rates": rates, "alone": alone, "population": population, "decisions": decisions}
-
-
-def equal_policies(size, spread, populations, looks=10):
-    """Share of decisions by which a member takes over from another one although all policies are
-    equal: returns of episodes are drawn from one normal distribution, of mean 1 and this standard
-    deviation. A score is the mean of the last hundred; in the hundred episodes of an interval it
-    is looked at so many times, and the best one counts."""
-    rng = np.random.default_rng(0)
-    new = 100 // looks
-    found = []
-    for _ in range(populations):
-        returns = rng.normal(1.0, spread, (size, 200))
-        ends = range(100 + new, 201, new)
-        looked = np.stack([returns[:, end - 100 : end].mean(axis=1) for end in ends])
-        best = looked.max(axis=0)
-        entries = [Entry(member, 0, looked[-1, member], OPTIONS) for member in range(size)]
-        for own in entries:
-            others = [entry for entry in entries if entry is not own]
-            decision, _, _ = evolve(own, best[own.member], others, size, rng)
-            found.append(decision == "takes over")
-    return float(np.mean(found))
 
 
 def equal_all():
