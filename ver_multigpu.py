@@ -80,7 +80,7 @@ def local_gpu():
 
 
 class RankFailure(Exception):
-    """Another rank has died or is silent, or this one alone has failed; exit status 1."""
+    """Another rank has died or is silent; exit status 1."""
 
 
 # -------------------------------------------------------------------------- What ranks do together

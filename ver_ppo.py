@@ -308,7 +308,7 @@ class Policy(nn.Module):
 
     def make_encoders(self, spec, options):
         """What observations become features by: an nn.ModuleList; each module takes all
-        observations, reads some, and has `out_features`. Raises UserError."""
+        observations, reads those of its `keys`, and has `out_features`. Raises UserError."""
         return build_encoders(spec, options.hidden_size)
 
     def make_core(self, in_features, options):
@@ -1301,7 +1301,8 @@ def time_steps(env):
         ended = terminated or truncated
     delay_sec += run_delay_sec()
     step_sec, cpu_sec = spent_2 / steps
-    return float(max(cpu_sec, step_sec - delay_sec / steps)), float(cpu_sec)
+    undisturbed_sec = max(min(cpu_sec, step_sec), step_sec - delay_sec / steps)
+    return float(undisturbed_sec), float(cpu_sec)
 
 
 def count_cores():
@@ -1799,9 +1800,8 @@ def check_rollout(rollout, version, lag=0):
 # what it does on signals. The lesson calls `Run` and `make_policy`.
 
 CHECKPOINT_FORMAT = 8
-# first numbers of derive_seed; environments have 0 (train) and 1 (val), ver_multigpu.py 4
+# first number of derive_seed; environments have 0 (train) and 1 (val), overlap.py 3, ver_multigpu 4
 SEED_OF_LEARNER = 2
-SEED_OF_COLLECTOR = 3  # of another process that collects
 
 
 def load_checkpoint(path):

@@ -19,8 +19,9 @@ import ver_ppo
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = "--num-envs 4 --num-steps 16 --hidden-size 16 --eval-episodes 0 --device cpu"
-SMALL += " --learner-threads 1 --no-overlap"
-WHERE = {"here": [], "overlap": ["--overlap"], "async": ["--sampler", "async"]}  # who collects
+SMALL += " --learner-threads 1"
+EXTENSIONS = {"here": [], "overlap": ["overlap"], "async": ["async"]}  # who collects
+WHERE = {name: ["--extensions", *given] if given else [] for name, given in EXTENSIONS.items()}
 
 
 def small(tmp_path, *args):
@@ -119,7 +120,7 @@ def make_environment(env_id, number=0, **options):
     options = ver_ppo.Options(env_id=env_id, num_envs=number + 1, num_workers=0, **options)
     spec = ver_ppo.describe_env(options)
     io = ver_ppo.EnvIO(spec, number + 1)
-    return ver_ppo.Environment(number, options, "train", spec, io), io
+    return ver_ppo.CheckedEnvironment(number, options, "train", spec, io), io
 
 
 def free_port():

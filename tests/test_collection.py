@@ -11,7 +11,6 @@ from notebooks.extensions.virtual_clock import (
     VirtualWorkers,
     assert_nothing_is_lost,
     build,
-    collect,
     observation_of,
     reward_of,
     taken,
@@ -46,13 +45,11 @@ def test_random_speeds(seed):
     """Under 200 random speed tables: rollouts of exactly T x N steps, and over all of them every
     step once, in order."""
     workers, num_envs, num_steps = random_table(seed)
-    policy, rollout, c = build(
-        workers, num_envs, num_steps, max_requests=1 + seed % 9, num_minibatches=1
-    )
+    _, rollout, c = build(workers, num_envs, num_steps, num_minibatches=1)
     rollouts = []
     for c.version in range(5):
-        ver_ppo.collect_rollout(policy, rollout, c)
-        assert rollout.size == num_envs * num_steps
+        c.collect(rollout)
+        assert rollout.rows == num_envs * num_steps
         ver_ppo.check_rollout(rollout, c.version)
         rollouts.append(taken(rollout))
     assert_nothing_is_lost(c, rollouts)
@@ -68,13 +65,13 @@ def test_early_end(sampler, seed):
     rng, rollouts = np.random.default_rng(seed), []
     c.enough = lambda *_: rng.random() < 0.5 / num_envs / num_steps
     for c.version in range(20):
-        collect(policy, rollout, c)
-        if rollout.size:
+        c.collect(rollout)
+        if rollout.rows:
             ver_ppo.check_rollout(rollout, c.version, lag=20 * (sampler == "async"))
-        assert sampler != "sync" or rollout.size % num_envs == 0  # still in lock-step
+        assert sampler != "sync" or rollout.rows % num_envs == 0  # still in lock-step
         rollouts.append(taken(rollout))
     sizes = {len(columns[0]) for columns in rollouts}
-    assert min(sizes) < max(sizes) == rollout.steps
+    assert min(sizes) < max(sizes) == rollout.capacity
     assert_nothing_is_lost(c, rollouts)
 
 
@@ -84,7 +81,7 @@ def test_carry_over():
     policy."""
     workers = VirtualWorkers(3, lambda e, step: [1.0, 1.0, 17.0][e])
     policy, rollout, c = build(workers, 3, 8)
-    ver_ppo.collect_rollout(policy, rollout, c)
+    c.collect(rollout)
     assert c.in_flight_N.tolist() == [False, False, True] and set(c.idle) == {0, 1}
     names = (
         "env segment version first prev_action action log_prob value inference_at sent_at".split()
@@ -95,7 +92,7 @@ def test_carry_over():
     with torch.no_grad():
         policy.critic.bias += 1.0  # the update
     c.version = 1
-    ver_ppo.collect_rollout(policy, rollout, c)
+    c.collect(rollout)
     (step,) = np.flatnonzero(rollout.env == 2)
     for name, before in in_flight.items():
         np.testing.assert_array_equal(getattr(rollout, name)[step], before, err_msg=name)
@@ -117,7 +114,7 @@ def test_steps_hold_what_was_known():
     each environment."""
     workers, num_envs, _ = random_table(7)
     policy, rollout, c = build(workers, num_envs, 40)
-    ver_ppo.collect_rollout(policy, rollout, c)
+    c.collect(rollout)
     distribution, value, after = step_again(policy, rollout)
     log_prob = distribution.log_prob(torch.from_numpy(rollout.action.copy()))
     np.testing.assert_allclose(value, rollout.value, rtol=1e-5, atol=1e-6)
@@ -149,8 +146,8 @@ def test_truncation_and_bootstrap_values(sampler):
         rng, steps_N = np.random.default_rng(seed), np.zeros(num_envs, int)
         c.enough = lambda *_: rng.random() < 0.02
         for c.version in range(4):
-            collect(policy, rollout, c)
-            after, env = step_again(policy, rollout)[2], rollout.env[: rollout.size]
+            c.collect(rollout)
+            after, env = step_again(policy, rollout)[2], rollout.env[: rollout.rows]
             for k, e in enumerate(env):
                 ending, reward = workers.ending(e, steps_N[e]), reward_of(e, steps_N[e])
                 steps_N[e] += 1
@@ -175,22 +172,22 @@ def test_truncation_and_bootstrap_values(sampler):
 
 
 def test_dynamic_batch():
-    """A batch is all that have answered, in order of arrival, up to the limits; who waits is told
-    that it is enough."""
+    """A batch is all that have answered, in order of arrival, but no more than the rollout lacks;
+    who waits is told that it is enough."""
     arrivals = [1.0, 1.0, 1.0, 2.0, 5.0]
     workers = VirtualWorkers(5, lambda e, step: 1.0, start_sec=lambda e: arrivals[e])
-    _, _, c = build(workers, 5, 4, max_requests=2)
-    assert ver_ppo.await_answers(c, 5).tolist() == [0, 1]  # --max-requests
+    _, _, c = build(workers, 5, 4)
+    assert c.await_answers(2).tolist() == [0, 1]  # as many as the rollout lacks
     # nobody waits for environment 3
-    assert ver_ppo.await_answers(c, 5).tolist() == [2] and workers.now == 1.0
-    assert ver_ppo.await_answers(c, 5).tolist() == [3]
+    assert c.await_answers(5).tolist() == [2] and workers.now == 1.0
+    assert c.await_answers(5).tolist() == [3]
     c.answered += [2, 0, 1]
-    assert ver_ppo.await_answers(c, 1).tolist() == [2]  # as many as the rollout lacks
-    assert ver_ppo.await_answers(c, 5).tolist() == [0, 1]
+    assert c.await_answers(1).tolist() == [2]
+    assert c.await_answers(5).tolist() == [0, 1]
     c.enough = lambda *_: True
-    assert ver_ppo.await_answers(c, 5).tolist() == [] and workers.now == 2.0
+    assert c.await_answers(5).tolist() == [] and workers.now == 2.0
     c.enough = lambda *_: False
-    assert ver_ppo.await_answers(c, 5).tolist() == [4]
+    assert c.await_answers(5).tolist() == [4]
 
 
 def steps_of(rollout, e):
@@ -206,7 +203,7 @@ def go_back(rollout):
 
 # a way to break each invariant that check_rollout states, and the message that it should cause
 CORRUPTIONS = [
-    ("at most S steps", lambda r: setattr(r, "size", 0)),
+    ("at most S steps", lambda r: setattr(r, "rows", 0)),
     ("one step at most was in flight", lambda r: setattr(r, "clock", (np.inf, np.inf, 0.0))),
     ("come from the current policy", lambda r: np.put(r.version, steps_of(r, 0)[3], 0)),
     ("a policy that is still to come", lambda r: np.put(r.version, steps_of(r, 0)[3], 2)),
@@ -235,7 +232,7 @@ def test_check_rollout_notices(message, corrupt):
     )
     policy, rollout, c = build(workers, 3, 8)
     for c.version in range(2):
-        ver_ppo.collect_rollout(policy, rollout, c)
+        c.collect(rollout)
     ver_ppo.check_rollout(rollout, 1)
     ver_ppo.check_rollout(rollout, 2, lag=1)
     broken = copy.deepcopy(rollout)

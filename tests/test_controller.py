@@ -8,16 +8,16 @@ import ver_ppo
 from notebooks.extensions.controller import NeuralController
 from tests.helpers import one_line, run_folders, run_here, saved, small
 
-POLICY = "notebooks.extensions.controller:NeuralController"
 WORDS = ("simulator=builtin", "image_size=16")
 LINE = f"--env-kwargs {' '.join(WORDS)} --num-workers 0"
 
 
 def build(**options):
     """A policy on random weights, and what it needs to act once for each of B environments."""
-    given = {"env_kwargs": WORDS, "policy": POLICY, "init_from": "FILE", "device": "cpu"}
+    # as if resumed: the agent's weights are in the run's checkpoint
+    given = {"env_kwargs": WORDS, "policy": "controller", "resume": "FOLDER", "device": "cpu"}
     options = ver_ppo.Options(hidden_size=16, **given, **options)
-    spec, policy, _ = ver_ppo.build(options)
+    spec, policy = ver_ppo.build(options)
     assert isinstance(policy, NeuralController)
     torch.nn.init.ones_(policy.critic.scale)  # else all values are 0
     return options, spec, policy
@@ -61,9 +61,7 @@ def test_controller_is_the_agent(layers):
     for _ in range(3):
         both = torch.cat([own, state], dim=1)
         distribution, _, after = policy.step(obs, action, first, both)
-        goal, _, _ = policy.planner.step(
-            {"depth": agent.encoders["depth"](obs)}, action, first, own
-        )
+        goal, _, _ = policy.planner.step([agent.encoders[1](obs)], action, first, own)
         expected, _, state = agent.step(obs | {"goal": goal}, action, first, state)
         assert torch.allclose(distribution.base_dist.logits, expected.base_dist.logits, atol=1e-6)
         own, controller_state = after.chunk(2, dim=1)
@@ -103,14 +101,15 @@ def test_learning_is_acting():
     assert all(name.startswith("planner.") for name in moved)
 
 
-@pytest.mark.parametrize("how", ["", "--overlap"])
+@pytest.mark.parametrize("how", ["", "--extensions overlap"])
 def test_controller(tmp_path, capsys, how):
     """A whole run from a PointNav agent's checkpoint: only the planner has changed; it goes on and
     is evaluated without that file; unfit ones are refused."""
     agent = run_here(tmp_path / "one", f"{LINE} --total-timesteps 64") / "checkpoint.pt"
-    line = f"{LINE} --env-id notebooks.environments.tasks:Flee-v0 --policy {POLICY} {how}"
-    one_line(capsys, small(tmp_path / "three", *line.split()), "its agent comes from --init-from")
-    line += f" --init-from {agent}"
+    line = f"{LINE} --env-id notebooks.environments.tasks:Flee-v0 {how} --policy"
+    args = small(tmp_path / "three", *line.split(), "controller")
+    one_line(capsys, args, "give an agent's checkpoint")
+    line += f" controller(file={agent})"
     run = run_here(tmp_path / "two", f"{line} --learning-rate 1e-2 --total-timesteps 128")
     before, after = ver_ppo.load_checkpoint(agent)["policy"], saved(run)["policy"]
     for name, tensor in before.items():
@@ -121,13 +120,11 @@ def test_controller(tmp_path, capsys, how):
         return
     capsys.readouterr()
     for change, words in {
-        "--hidden-size 24": "network is another one",
-        "--env-kwargs simulator=builtin image_size=32": "network is another one",
-        "--lstm-layers 2": "network is another one",
+        "--hidden-size 24": "give the --env-kwargs and sizes of that run",
+        "--env-kwargs simulator=builtin image_size=32": "size mismatch",
+        "--lstm-layers 2": "controller: ",
         "--env-id CartPole-v1 --env-kwargs": "the observation `goal`",
-        "--encoder none": "the observation `goal`",
-        "--cpc": "has no --cpc, --bf16",
-        "--reset critic": "has no --cpc, --bf16 and --reset",
+        "--wrappers gymnasium.wrappers:FilterObservation(filter_keys=['goal'])": "needs images",
     }.items():
         one_line(capsys, small(tmp_path / "three", *line.split(), *change.split()), words)
     assert not (tmp_path / "three").exists()

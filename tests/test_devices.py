@@ -9,6 +9,7 @@ memory.
 """
 
 import contextlib
+import functools
 from collections import Counter
 
 import numpy as np
@@ -18,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 import ver_ppo
+from notebooks.extensions import overlap
 from tests import envs
 
 aten = torch.ops.aten
@@ -129,9 +131,7 @@ def far_device(monkeypatch):
 
 def start(device, more, rollout_device=None):
     """Policy, optimizer and collector on a device, and a rollout there or elsewhere."""
-    words = (
-        f"--num-envs 3 --num-steps 8 --hidden-size 8 --num-workers 0 --no-overlap {more}".split()
-    )
+    words = f"--num-envs 3 --num-steps 8 --hidden-size 8 --num-workers 0 {more}".split()
     options = ver_ppo.tyro.cli(ver_ppo.Options, args=words)
     spec = ver_ppo.describe_env(options)
     torch.manual_seed(1)
@@ -145,13 +145,15 @@ def start(device, more, rollout_device=None):
     io = ver_ppo.EnvIO(spec, options.num_envs)
     envs.Everything.observation_space.seed(0)
     workers = ver_ppo.make_workers(options, "train", spec, io)
-    return policy, optimizer, rollout, ver_ppo.Collector(workers, io, policy, spec, options)
+    return policy, optimizer, rollout, ver_ppo.Collector(policy, workers, io, spec, options)
 
 
-def learn(policy, optimizer, rollout, options):
-    """Returns and one update."""
-    ver_ppo.add_returns(policy, rollout, options)
-    return ver_ppo.ppo_update(policy, optimizer, rollout, options)
+def learn(policy, optimizer, rollout, options, add_returns=ver_ppo.add_returns):
+    """Returns, one update, and the running statistics."""
+    add_returns(rollout, options)
+    rows = rollout.rows
+    ver_ppo.ppo_update(policy, optimizer, rollout, rows, options)
+    ver_ppo.update_statistics(policy, rollout, rows, 1.0, lambda tensors: None)
 
 
 def near(tensor):
@@ -186,9 +188,10 @@ TASKS = {
     "no memory": "--env-id CartPole-v1 --lstm-layers 0 --no-norm-adv",
     "every observation": "--env-id tests.envs:Everything-v0 --lstm-layers 2 --target-entropy 0.5",
     "continuous": "--env-id tests.envs:Continuous-v0 --target-entropy 0",
-    "depth": "--env-id pointnav --env-kwargs simulator=builtin image_size=16 --cpc",
+    "depth": "--env-id pointnav --env-kwargs simulator=builtin image_size=16",
     "colours": "--env-id pointnav --env-kwargs simulator=builtin image_size=16 camera=rgb",
-    "residual": "--env-id pointnav --env-kwargs simulator=builtin image_size=64 --encoder resnet18",
+    "residual": "--env-id pointnav --env-kwargs simulator=builtin image_size=64"
+    " --policy resnet18(cpc=True)",
 }
 
 
@@ -201,27 +204,27 @@ def test_far_is_near(far_device, task):
         envs.Everything.observation_space.seed(0)
         torch.manual_seed(2)
         for c.version in range(2):
-            ver_ppo.collect_rollout(policy, rollout, c)
+            c.collect(rollout)
             learn(policy, optimizer, rollout, c.options)
     assert all(isinstance(weight, Far) for weight in both[0][0].parameters())
     assert_same(*both)
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_delayed_rollouts(far_device, task):
+def test_overlapped_rollouts(far_device, task):
     """Another process fills a rollout in CPU memory. It goes to the learner's device once an
     update, and V-trace is the same there."""
     both = []
     for device in (far_device, torch.device("cpu")):
         policy, optimizer, rollout, c = start(device, TASKS[task], torch.device("cpu"))
-        rollout.delayed = True
         envs.Everything.observation_space.seed(0)
         torch.manual_seed(2)
-        ver_ppo.collect_rollout(policy, rollout, c)
+        c.collect(rollout)
         counts.clear()
-        there = rollout.to(device)
+        there = overlap.to_device(rollout, device)
         assert counts["up"] == (len(rollout.obs) + 1) * (device == FAR)
-        learn(policy, optimizer, there, c.options)
+        corrected = functools.partial(overlap.add_corrected_returns, policy)
+        learn(policy, optimizer, there, c.options, corrected)
         both.append((policy, optimizer, there))
     assert_same(*both)
 
@@ -229,38 +232,41 @@ def test_delayed_rollouts(far_device, task):
 @pytest.mark.parametrize("task", TASKS)
 def test_copies_are_counted(far_device, task):
     """Collecting: three copies up and one down for each inference batch. Learning: one up for each
-    mini-batch (two with --cpc), and one wait, for the gradient's norm; one down for the logs, and
-    for each part of V-trace."""
+    mini-batch (two with CPC|A), and one wait, for the gradient's norm; one down for the logs, and
+    for each part of V-trace; and a wait for the unit of values."""
     policy, optimizer, rollout, c = start(far_device, TASKS[task])
     batches, step = [], policy.step
     policy.step = lambda *inputs: batches.append(1) or step(*inputs)
-    ver_ppo.collect_rollout(policy, rollout, c)
+    c.collect(rollout)
     counts.clear()
     batches.clear()
-    ver_ppo.collect_rollout(policy, rollout, c)
+    c.collect(rollout)
     assert counts["up"] <= 3 * len(batches), counts
     assert counts["down"] <= len(batches), counts
     assert not counts["wait"], counts
 
     counts.clear()
-    learn(policy, optimizer, rollout, c.options)
+    ver_ppo.add_returns(rollout, c.options)
+    ver_ppo.ppo_update(policy, optimizer, rollout, rollout.rows, c.options)
     minibatches = c.options.num_minibatches * c.options.update_epochs
-    ups = minibatches * (2 if c.options.cpc else 1)
-    assert counts == Counter(up=ups, down=1, wait=minibatches), counts
+    ups = minibatches * (2 if getattr(policy, "cpc", None) else 1)
+    assert counts == Counter(up=ups, down=1, wait=minibatches + 1), counts
     counts.clear()
-    ver_ppo.reevaluate(policy, rollout, c.options)
+    overlap.reevaluate(policy, rollout, c.options)
     assert counts == Counter(up=c.options.num_minibatches, down=c.options.num_minibatches)
 
 
 def test_stale_steps_and_evaluation(far_device):
     """`Rollout.copy` between and on devices, as `fill_up` uses it; playing validation episodes."""
     policy, _, rollout, c = start(far_device, TASKS["every observation"])
-    ver_ppo.collect_rollout(policy, rollout, c)
+    c.collect(rollout)
     spec = ver_ppo.describe_env(c.options)
-    order = np.random.default_rng(0).permutation(rollout.steps)
+    order = np.random.default_rng(0).permutation(rollout.capacity)
     for device in (far_device, torch.device("cpu")):
-        other = ver_ppo.Rollout(spec, rollout.steps, rollout.num_envs, policy.state_shape, device)
-        other.copy(np.arange(rollout.steps), rollout, order)
+        other = ver_ppo.Rollout(
+            spec, rollout.capacity, rollout.num_envs, policy.state_shape, device
+        )
+        other.copy(np.arange(rollout.capacity), rollout, order)
         for key, part in rollout.obs.items():
             np.testing.assert_array_equal(near(other.obs[key]), near(part)[order])
     found = ver_ppo.evaluate(policy, spec, ver_ppo.replace(c.options, eval_episodes=3))

@@ -18,8 +18,12 @@ from notebooks.environments import habitat, pointnav, rearrange, tasks
 from notebooks.extensions import (
     chain,
     controller,
+    networks,
+    overlap,
     play,
     population,
+    trace,
+    transfer,
     virtual_clock,
     virtual_ranks,
     wrappers,
@@ -35,7 +39,8 @@ ROWS = re.findall(
     re.M,
 )
 ENVIRONMENTS = [habitat, pointnav, rearrange, tasks]
-EXTENSIONS = [chain, controller, play, population, virtual_clock, virtual_ranks, wrappers]
+EXTENSIONS = [chain, controller, networks, overlap, play, population, trace, transfer]
+EXTENSIONS += [virtual_clock, virtual_ranks, wrappers]
 BESIDE = [draw, *ENVIRONMENTS, *EXTENSIONS]  # the scripts
 MODULES = pytest.mark.parametrize(
     "module", [ver_ppo, ver_multigpu, *BESIDE], ids=lambda module: module.__name__

@@ -194,29 +194,6 @@ def test_spaces_are_flattened(capsys):
         assert list(spec.leaves(observation)) == list(spec.observations)
 
 
-def test_large_images(capsys):
-    """An image of more than 128 pixels a side: a line says how it gets smaller, and so it does."""
-    space = gym.spaces.Dict(
-        {"eye": gym.spaces.Box(0, 255, (240, 320, 3), np.uint8), "ear": gym.spaces.Discrete(2)}
-    )
-    options = ver_ppo.Options()
-    ver_ppo.announce(ver_ppo.EnvSpec(space, gym.spaces.Discrete(2), ()), options)
-    assert "'eye' is an image of 240 x 320" in (said := capsys.readouterr().out)
-    wrapper = ver_ppo.load(said.split('"')[1])
-    env = gym.Env()
-    env.observation_space = space
-    smaller = wrapper(env)
-    ver_ppo.announce(
-        ver_ppo.EnvSpec(smaller.observation_space, gym.spaces.Discrete(2), ()), options
-    )
-    assert not capsys.readouterr().out
-    picture = np.zeros((240, 320, 3), np.uint8)
-    picture[:, 160:, 1] = 250
-    seen = smaller.observation({"eye": picture, "ear": 1})
-    assert seen in smaller.observation_space and seen["ear"] == 1
-    assert (seen["eye"][:, :42] == 0).all() and (seen["eye"][:, 42:] == [0, 250, 0]).all()
-
-
 def test_actions_reach_the_environment_as_it_wants_them():
     """Discrete with a start, MultiDiscrete, and Box scaled to its bounds and clipped there."""
     assert ver_ppo.to_env_action(envs.Count.action_space, np.array([0])) == -1
@@ -295,7 +272,7 @@ def test_the_simulator_is_said_once(monkeypatch, capsys, where):
 
 @pytest.mark.parametrize("env_id", ["tests.envs:Count-v0", "tests.envs:Autoreset-v0"])
 def test_resets(env_id):
-    """The start is a truncated step. At a truncation the final observation is kept apart and the
+    """The start is a truncated step (a placeholder). At a truncation the final observation is kept apart and the
     row holds the next episode's first; an autoreset wrapper changes nothing."""
     environment, io = make_environment(env_id)
     environment.answer()

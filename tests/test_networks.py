@@ -10,18 +10,20 @@ import pytest
 import torch
 
 import ver_ppo
-from notebooks.extensions import wrappers
+from notebooks.extensions import networks, wrappers
 from tests import envs
 from tests.helpers import logged, make_environment, one_line, run_folders, run_here, saved, small
 
+RESIDUAL = "resnet18_plain", "resnet18", "se_resnext50"
 DEPTH = gym.spaces.Box(0, 1, (128, 128, 1), np.float32)
 RGB = gym.spaces.Box(0, 255, (128, 128, 3), np.uint8)
 GOAL = gym.spaces.Box(-np.inf, np.inf, (3,), np.float32)
 NEAR = gym.spaces.Box(-9, 9, (3,), np.float32)
 
 
-def build(observations, action=gym.spaces.Discrete(4), **options):
-    policy = ver_ppo.Policy(ver_ppo.EnvSpec(observations, action, ()), ver_ppo.Options(**options))
+def build(observations, action=gym.spaces.Discrete(4), policy="ver_ppo:Policy", **options):
+    spec = ver_ppo.EnvSpec(observations, action, ())
+    policy = ver_ppo.make_policy(spec, ver_ppo.Options(policy=policy, **options))
     torch.nn.init.ones_(policy.critic.scale)  # else all values are 0
     return policy
 
@@ -77,13 +79,12 @@ def by_hand(name, channels):
     return total
 
 
-@pytest.mark.parametrize("name", ver_ppo.BACKBONES)
+@pytest.mark.parametrize("name", networks.BACKBONES)
 def test_backbones_by_hand(name):
     """Numbers of weights and the shape of the last feature map are those that the papers' figures
     give."""
-    net = ver_ppo.ResNet(
-        ver_ppo.Images({"rgb": RGB, "depth": DEPTH}), 512, **ver_ppo.BACKBONES[name]
-    )
+    images = ver_ppo.Images({"rgb": RGB, "depth": DEPTH})
+    net = networks.ResNet(images, 512, **networks.BACKBONES[name])
     assert sum(p.numel() for p in net.backbone.parameters()) == by_hand(name, 4)
     channels = 256 if name.startswith("resnet18") else 1024
     assert net.backbone(torch.zeros(2, 4, 128, 128)).shape == (2, channels, 2, 2)
@@ -95,7 +96,7 @@ def test_first_convolutions():
     """256 x 256 pixels as in DD-PPO: halved by pooling; the last feature map, 4 x 4 pixels, is
     compressed to 128 x 4 x 4."""
     images = ver_ppo.Images({"depth": gym.spaces.Box(0, 1, (256, 256, 1), np.float32)})
-    net = ver_ppo.ResNet(images, 512, **ver_ppo.BACKBONES["resnet50"])
+    net = networks.ResNet(images, 512, **networks.BACKBONES["resnet50"])
     assert isinstance(net.backbone[0], torch.nn.AvgPool2d)
     assert net.compress(net.backbone(torch.zeros(1, 1, 256, 256))).shape == (1, 128 * 4 * 4)
 
@@ -105,38 +106,36 @@ EVERYTHING = ver_ppo.EnvSpec(
     envs.Everything.observation_space, envs.Everything.action_space, ()
 ).observations
 CASES = [
-    (ALL, gym.spaces.Discrete(4), encoder)
-    for encoder in ("cnn", "resnet18_plain", "resnet18", "se_resnext50", "none")
+    (ALL, gym.spaces.Discrete(4), policy)
+    for policy in ("ver_ppo:Policy", *(f"{name}(cpc=True)" for name in RESIDUAL))
 ]
 CASES += [
-    (EVERYTHING, envs.Everything.action_space, "cnn"),
-    ({"goal": GOAL}, envs.Continuous.action_space, "cnn"),
+    (EVERYTHING, envs.Everything.action_space, "ver_ppo:Policy"),
+    ({"goal": GOAL}, envs.Continuous.action_space, "resnet18(cpc=True)"),
 ]
 
 
 def test_choices_and_bytes():
     """Choices enter as one-hot vectors, each dimension its own; bytes as 0..1."""
     space = gym.spaces.MultiDiscrete([[2, 3], [1, 4]], start=[[0, 5], [0, -2]])
-    vector = ver_ppo.Vector("hand", space, 8, linear=True)
+    vector = ver_ppo.Vector("hand", space, 8)
     vector.layers = torch.nn.Identity()
     hand = np.stack([space.sample() for _ in range(20)])
     parts = (hand - space.start).reshape(20, 4)
     hot = [np.eye(count)[parts[:, i]] for i, count in enumerate([2, 3, 1, 4])]
     assert (vector({"hand": torch.from_numpy(hand)}).numpy() == np.hstack(hot)).all()
-    vector = ver_ppo.Vector("ram", gym.spaces.Box(0, 255, (3,), np.uint8), 8, linear=True)
+    vector = ver_ppo.Vector("ram", gym.spaces.Box(0, 255, (3,), np.uint8), 8)
     vector.layers = torch.nn.Identity()
     assert vector({"ram": torch.tensor([[0, 51, 255]], dtype=torch.uint8)}).tolist() == [
         [0, torch.tensor(0.2).item(), 1]
     ]
 
 
-@pytest.mark.parametrize("observations, action_space, encoder", CASES)
-def test_gradients_reach_every_weight(observations, action_space, encoder):
+@pytest.mark.parametrize("observations, action_space, name", CASES)
+def test_gradients_reach_every_weight(observations, action_space, name):
     """RGB and depth of one size go through one encoder, other observations through their own, CPC|A
     through its GRU."""
-    policy = build(
-        observations, action_space, encoder=encoder, hidden_size=16, cpc=True, lstm_layers=2
-    )
+    policy = build(observations, action_space, name, hidden_size=16, lstm_layers=2)
     obs = sample(observations, 6)
     sizes = torch.tensor([2, 2, 2])
     first = torch.tensor([True] * 2 + [False] * 4)
@@ -146,22 +145,14 @@ def test_gradients_reach_every_weight(observations, action_space, encoder):
         obs, action, first, torch.randn(2, *policy.state_shape), sizes
     )
     batch = {"action": action, "batch_sizes": sizes}
-    loss = (
-        distribution.log_prob(action).sum() + value.sum() + ver_ppo.cpc_loss(policy, *memory, batch)
-    )
+    loss = distribution.log_prob(action).sum() + value.sum() + policy.auxiliary_loss(*memory, batch)
     loss.backward()
     learning = {name: p for name, p in policy.named_parameters() if p.requires_grad}
     assert [name for name, p in learning.items() if p.grad is None or not p.grad.any()] == []
     if observations is ALL:
-        assert set(policy.encoders) == ({"goal"} if encoder == "none" else {"rgb", "goal"})
+        assert [encoder.keys for encoder in policy.encoders] == [["goal"], ["rgb", "depth"]]
         other = policy.encode({**obs, "rgb": 255 - obs["rgb"]}, action, first)
-        assert torch.equal(other, policy.encode(obs, action, first)) == (encoder == "none")
-
-
-def test_nothing_to_observe():
-    """A blind agent without a goal is refused."""
-    with pytest.raises(ver_ppo.UserError, match="nothing is left to observe"):
-        build({"depth": DEPTH}, encoder="none")
+        assert not torch.equal(other, policy.encode(obs, action, first))
 
 
 def test_running_statistics():
@@ -178,9 +169,7 @@ def test_running_statistics():
         goal = rng.normal([1e4, -3.0, 0.0], [1.0, 0.1, 50.0], (8, 3)).astype(np.float32)
         obs = {"rgb": rgb, "depth": depth, "goal": goal, "near": goal}
         obs = {key: torch.from_numpy(part) for key, part in obs.items()}
-        ver_ppo.update_statistics(
-            policy, SimpleNamespace(learned=8, obs=obs), weight, lambda tensors: None
-        )
+        ver_ppo.update_statistics(policy, SimpleNamespace(obs=obs), 8, weight, lambda tensors: None)
         images.append(np.concatenate([rgb / 255, depth], axis=3))
         goals.append(goal.astype(np.float64))
 
@@ -191,17 +180,17 @@ def test_running_statistics():
         square = [((part - mean) ** 2).mean(axis=axes) for part in parts]
         return (parts[-1] - mean) / np.sqrt(np.average(square, axis=0, weights=weights))
 
-    found = policy.encoders["rgb"].images(obs).permute(0, 2, 3, 1)
+    of_goal, of_near, of_images = policy.encoders
+    found = of_images.images(obs).permute(0, 2, 3, 1)
     np.testing.assert_allclose(found.numpy(), normalized(images), atol=2e-3)
-    vector = policy.encoders["goal"]
-    found = vector.normalize(vector.read(obs))
+    found = of_goal.normalize(of_goal.read(obs))
     np.testing.assert_allclose(found.numpy(), normalized(goals), atol=2e-3)
     assert torch.equal(ver_ppo.Images({"depth": DEPTH})(obs)[:, 0], obs["depth"][..., 0])
-    plain = ver_ppo.Vector("goal", GOAL, 32, linear=True)
-    for encoder in (policy.encoders["near"], plain):
+    plain = networks.LinearVector("goal", GOAL, 64)
+    for encoder in (of_near, plain):
         assert torch.equal(encoder(obs), encoder.layers(obs["goal"]))
     names = [name for name, _ in policy.named_parameters()]  # these go from who learns to who acts
-    for encoder in ("rgb.images", "goal"):
+    for encoder in ("2.images", "0"):
         own = {
             f"encoders.{encoder}.normalize.{name}" for name in ("mean_C", "variance_C", "rollouts")
         }
@@ -220,11 +209,11 @@ def test_cpc_stays_in_its_episode(seed):
         episode[env == e] = 1000 * e + first[env == e].cumsum()
     for number in set(episode):
         time_of[episode == number] = np.arange((episode == number).sum())
-    start, actions, later, future = (part.numpy() for part in ver_ppo.cpc_futures(batch_sizes))
+    start, actions, later, future = (part.numpy() for part in networks.cpc_futures(batch_sizes))
     assert len(start) and (episode[steps[future]] == episode[steps[start]][:, None]).all()
     assert (time_of[steps[future]] - time_of[steps[start]][:, None] == later).all()
-    assert later.min() >= 1 and later.max() <= ver_ppo.CPC_HORIZON
-    for step in range(ver_ppo.CPC_HORIZON):
+    assert later.min() >= 1 and later.max() <= networks.CPC_HORIZON
+    for step in range(networks.CPC_HORIZON):
         # where the action `step` steps after the start leads to a future
         needed = later.max(axis=1) > step
         assert (time_of[steps[actions[needed, step]]] == time_of[steps[start[needed]]] + step).all()
@@ -237,17 +226,17 @@ def test_cpc_learns_to_predict_by_the_actions():
     losses = {}
     for shuffled in (False, True):
         torch.manual_seed(0)
-        policy = build({"goal": GOAL}, hidden_size=32, cpc=True, encoder="none")
+        policy = build({"goal": GOAL}, policy="resnet18(cpc=True)", hidden_size=32)
         optimizer = torch.optim.Adam(policy.parameters(), lr=1e-2)
         batch_sizes = torch.full((12,), 16)
         for update in range(200):
             action = torch.randint(4, (12, 16))
             place = torch.cat([torch.randint(8, (1, 16)), action[:-1]]).cumsum(0) % 8
-            features = torch.nn.functional.one_hot(place.flatten(), 16).float() * 2
+            features = torch.nn.functional.one_hot(place.flatten(), 32).float() * 2
             memory = torch.nn.functional.one_hot(place.flatten(), 32).float()
             known = action.flatten()[torch.randperm(192)] if shuffled else action.flatten()
             batch = {"action": known[:, None], "batch_sizes": batch_sizes}
-            loss = ver_ppo.cpc_loss(policy, features, memory, batch)
+            loss = networks.cpc_loss(policy, features, memory, batch)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -259,15 +248,19 @@ def test_cpc_trains(tmp_path):
     """In a run its loss is logged, and falls; it goes with the papers' encoders and with
     overlap."""
     folder = run_here(
-        tmp_path / "1", "--env-id Pendulum-v1 --num-workers 0 --total-timesteps 1600 --cpc --debug"
+        tmp_path / "1",
+        "--env-id Pendulum-v1 --num-workers 0 --total-timesteps 1600 --debug"
+        " --policy resnet18(cpc=True)",
     )
-    losses = [*logged(folder, "losses/cpc").values()]
+    losses = [*logged(folder, "losses/auxiliary").values()]
     assert len(losses) == 25 and np.mean(losses[-5:]) < np.mean(losses[:5])
-    line = "--env-kwargs simulator=builtin camera=rgb --encoder resnet18 --cpc --debug"
-    folder = run_here(tmp_path / "2", f"{line} --num-workers 2 --overlap --total-timesteps 128")
+    line = "--env-kwargs simulator=builtin camera=rgb --policy resnet18(cpc=True) --debug"
+    folder = run_here(
+        tmp_path / "2", f"{line} --num-workers 2 --extensions overlap --total-timesteps 128"
+    )
     # two rollouts, the second one at half the learning rate
-    assert saved(folder)["policy"]["encoders.rgb.images.normalize.rollouts"] == 1.5
-    assert len(logged(folder, "losses/cpc")) == 2
+    assert saved(folder)["policy"]["encoders.1.images.normalize.rollouts"] == 1.5
+    assert len(logged(folder, "losses/auxiliary")) == 2
 
 
 DELAY, LATENCY = (f"notebooks.extensions.wrappers:{name}" for name in ("ActionDelay", "Latency"))
@@ -406,32 +399,43 @@ def test_simulation_beside_inference():
 
 
 def test_transfer(tmp_path, capsys):
-    """--init-from takes the weights, but for the critic with --reset critic, for all but the
-    encoders with --reset policy; a frozen encoder learns nothing, statistics included, also after
-    --resume."""
+    """A new run takes the weights, but for the critic with reset=critic, for all but the encoders
+    with reset=policy; a frozen encoder learns nothing, statistics included, also after --resume,
+    which does not need the file any more."""
     line = "--env-kwargs simulator=builtin camera=rgb image_size=16 --num-workers 0"
     checkpoint = run_here(tmp_path / "one", f"{line} --total-timesteps 64") / "checkpoint.pt"
-    line += f" --init-from {checkpoint} --freeze-encoder --seed 5"
-    two = run_here(tmp_path / "two", f"{line} --reset critic --total-timesteps 128")
+    before = ver_ppo.load_checkpoint(checkpoint)["policy"]
+    line += " --seed 5"
+
+    def transfer(more):
+        return "--extensions", f"transfer(file={checkpoint}, freeze=True{more})"
+
+    two = run_here(tmp_path / "two", f"{line} --total-timesteps 128", *transfer(", reset=critic"))
     assert "tensors come from" in capsys.readouterr().out
+    lines = f"{line} --learning-rate 1e-30 --total-timesteps 64"
+    three = run_here(tmp_path / "reset", lines, *transfer(", reset=policy"))
+    depth = "--env-kwargs simulator=builtin image_size=16"
+    large = "--env-kwargs simulator=builtin camera=rgb --policy resnet18"
+    for change in ("--hidden-size 24", depth, large):
+        args = small(tmp_path / "three", *line.split(), *change.split(), *transfer(""))
+        one_line(capsys, args, "its network is another one (encoders.")
+    args = small(tmp_path / "three", *line.split())
+    one_line(capsys, [*args, "--extensions", "transfer"], "give a checkpoint")
+    one_line(capsys, [*args, *transfer(", reset=some")], "must be one of")
+    one_line(capsys, [*args, "--extensions", "transfer(file=nowhere.pt)"], "no checkpoint nowhere")
+    assert not (tmp_path / "three").exists()
+
+    checkpoint.unlink()
     assert ver_ppo.main(["--resume", str(two), "--total-timesteps", "192"]) == 0
     assert saved(two)["step"] == 192
-    before, after = ver_ppo.load_checkpoint(checkpoint)["policy"], saved(two)["policy"]
+    after = saved(two)["policy"]
     same = {name for name in before if torch.equal(before[name], after[name])}
-    assert {name for name in before if name.startswith("encoders.rgb.")} <= same
-    assert not {name for name in same if name.startswith(("actor", "core", "encoders.goal"))}
+    assert {name for name in before if name.startswith("encoders.1.")} <= same
+    assert not {name for name in same if name.startswith(("actor", "core", "encoders.0"))}
     assert not torch.allclose(before["critic.weight"], after["critic.weight"], atol=0.05)
-    three = run_here(
-        tmp_path / "reset", f"{line} --reset policy --learning-rate 1e-30 --total-timesteps 64"
-    )
     reset = saved(three)["policy"]
     taken = {name for name in before if torch.equal(before[name], reset[name])}
     assert {name for name in before if name.startswith("encoders.")} <= taken
     others = {name for name in taken if not name.startswith("encoders.")}
     assert not {name for name in others if name.endswith("weight")}
-    depth = "--env-kwargs simulator=builtin image_size=16"
-    large = "--env-kwargs simulator=builtin camera=rgb --encoder resnet18"
-    for change in ("--hidden-size 24", depth, large):
-        args = small(tmp_path / "three", *line.split(), *change.split())
-        one_line(capsys, args, "its network is another one (encoders.")
-    assert not (tmp_path / "three").exists() and run_folders(tmp_path / "two") == [two]
+    assert run_folders(tmp_path / "two") == [two]

@@ -17,24 +17,25 @@ from tests.helpers import nobody_left, run_folders, saved
 INLINE = "env-id pointnav/8/depth pointnav/16/rgb pointnav/33/depth pointnav/64/rgb CartPole-v1"
 INLINE += " tests.envs:Everything-v0 tests.envs:Continuous-v0 tests.envs:Cue-v0"
 INLINE += """
-    num-envs 1 2 3, num-steps 1 2 7 16, sampler ver nover sync, max-requests 2 3 256
+    num-envs 1 2 3, num-steps 1 2 7 16, sampler ver nover sync
     num-minibatches 1 2 4, update-epochs 1 3, wrappers Latency Delay Latency+Delay
-    lstm-layers 0 1 2, hidden-size 2 8, encoder cnn none resnet18, cpc yes, norm-adv no
+    lstm-layers 0 1 2, hidden-size 2 8, norm-adv no
+    policy resnet18 resnet18(cpc=True) tests.envs:Wide
     gamma 0 1, gae-lambda 0 1, ent-coef 0 0.1, target-entropy None 0 0.5, vf-coef 0 1
     learning-rate 1e-30 1, max-grad-norm 1e-9 1e9, seed 0 1099511627776, greedy yes
     learner-threads auto 1 2, eval-episodes 0 1 5, checkpoint-interval 1 1000000
     max-worker-restarts 0 3, debug yes
 """
-REMOTE = "num-workers 1 2 auto, sampler ver nover sync async, overlap yes no"
+REMOTE = "num-workers 1 2 auto, sampler ver nover sync, extensions overlap async"
 WRAPPERS = {
     "Latency": "notebooks.extensions.wrappers:Latency(mean_ms=0.1)",
     "Delay": "notebooks.extensions.wrappers:ActionDelay",
 }
 BAD = """
-    num-envs 0 -3 1025, num-steps 0, num-workers -1 1000, num-minibatches 0 999, max-requests 0
+    num-envs 0 -3 1025, num-steps 0, num-workers -1 1000, num-minibatches 0 999
     hidden-size 1, lstm-layers 3
     gamma 1.1 nan, clip-coef 0, ent-coef nan -1, learning-rate 0 inf nan, seed -1
-    learner-threads 0 100000, target-entropy nan inf, env-timeout 0, total-timesteps 0, bf16 yes
+    learner-threads 0, env-timeout 0, total-timesteps 0
 """
 
 
@@ -61,7 +62,6 @@ def run(options):
         "num-steps": "4",
         "hidden-size": "8",
         "eval-episodes": "0",
-        "overlap": "no",
     }
     options = defaults | options
     rollout_steps = int(options["num-envs"]) * int(options["num-steps"])

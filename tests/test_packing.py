@@ -54,7 +54,7 @@ def test_packed_lstm_is_stepping(options):
     workers = VirtualWorkers(5, lambda e, step: seconds[e], lambda e, step: endings.get(step % 9))
     policy, rollout, c = build(workers, 5, 12, **options)
     for c.version in range(3):
-        ver_ppo.collect_rollout(policy, rollout, c)
+        c.collect(rollout)
     assert (rollout.sent_at < rollout.clock[0]).any()
     for count in (1, 2, 5, 12):
         sequences = ver_ppo.find_sequences(rollout.segment, rollout.first)

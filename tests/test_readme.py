@@ -107,7 +107,7 @@ def test_command_runs(command, tmp_path, monkeypatch, request):
     args = arguments(command)
     if "runs/" in command:
         earlier = str(request.getfixturevalue("earlier_run"))
-        args = [re.sub(r"^runs/pointnav__ver__1__\d+", earlier, arg) for arg in args]
+        args = [re.sub(r"runs/pointnav__ver__1__\d+", earlier, arg) for arg in args]
     if "--help" in args:
         with pytest.raises(SystemExit, match="0"):
             ver_ppo.main(args)
@@ -170,7 +170,7 @@ def test_metrics_glossary(tmp_path):
         "--env-kwargs",
         "image_size=16",
     ]
-    assert ver_ppo.main([*common, "--cpc", "--runs-dir", str(tmp_path / "one")]) == 0
+    assert ver_ppo.main([*common, "--runs-dir", str(tmp_path / "one")]) == 0
     assert ver_multigpu.main([*common, "--runs-dir", str(tmp_path / "many")]) == 0
     tags = {
         tag for name in ("one", "many") for tag in read_events(tmp_path / name).Tags()["scalars"]
@@ -194,7 +194,7 @@ def test_as_a_library(tmp_path):
     """The README's lines train, load what they have trained, and act, in a file of their own."""
     text = re.search(r"```python\n(from notebooks.*?)```", README, re.S)[1]
     assert "total_timesteps=50_000" in text
-    small = "total_timesteps=512, num_steps=16, num_workers=0, overlap=False"
+    small = "total_timesteps=512, num_steps=16, num_workers=0"
     small += ', device="cpu", eval_episodes=2'
     (tmp_path / "use.py").write_text(text.replace("total_timesteps=50_000", small))
     more = os.environ | {"PYTHONPATH": str(ROOT)}

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import ver_ppo
+from notebooks.extensions.overlap import add_corrected_returns
 from notebooks.extensions.virtual_clock import SPEC
 
 pytestmark = pytest.mark.quick
@@ -21,9 +22,9 @@ def random_steps(seed, segments=4, steps=80):
     return numbers | {"bootstrap": rng.normal(size=segments).astype(np.float32)}
 
 
-def gae(numbers, keep_S=None):
-    """The shipped function."""
-    return ver_ppo.compute_advantages(**numbers, gamma=GAMMA, gae_lambda=LAMBDA, keep_S=keep_S)
+def gae(numbers, keep_S=1.0):
+    """The shipped function; with V-trace, only so much of a step's advantage is kept."""
+    return ver_ppo.compute_advantages(**numbers, gamma=GAMMA, gae_lambda=LAMBDA * keep_S)
 
 
 def rest_of_episode(n, step):
@@ -55,11 +56,11 @@ def test_gae_against_definition(seed):
     )
 
 
-@pytest.mark.parametrize("keep", [None, 0.7])
+@pytest.mark.parametrize("keep", [1.0, 0.7])
 def test_nothing_leaks_across_borders(keep):
     """A million planted just beyond the end of each episode, or of its segment, changes nothing
     before it, and nothing in other segments: neither in GAE nor in V-trace."""
-    keep_S = keep and np.full(80, keep)
+    keep_S = np.full(80, keep)
     numbers = random_steps(1)
     numbers["done_S"][[np.flatnonzero(numbers["segment_S"] == s)[-1] for s in (0, 1)]] = True
     clean, at_the_end = gae(numbers, keep_S), 0
@@ -93,15 +94,15 @@ def vtrace_by_definition(n, ratio_S):
 
 
 @torch.no_grad()
-def add_returns(numbers, ratio_S, size=80, delayed=False, **options):
-    """The shipped returns of a rollout of these numbers, with actions that are so many times as
-    probable now as when they were chosen; and the numbers, with the values as they are now."""
+def make_rollout(numbers, ratio_S):
+    """A rollout of these numbers, with actions that are so many times as probable now as when they
+    were chosen; its policy and options; and the numbers, with the values as they are now."""
     options = ver_ppo.Options(
-        num_envs=4, num_steps=20, gamma=GAMMA, gae_lambda=LAMBDA, lstm_layers=0, **options
+        num_envs=4, num_steps=20, gamma=GAMMA, gae_lambda=LAMBDA, lstm_layers=0
     )
     policy = ver_ppo.Policy(SPEC, options)
     policy.critic.scale.fill_(1.0)
-    rollout = ver_ppo.Rollout(SPEC, 80, 4, policy.state_shape, torch.device("cpu"), delayed)
+    rollout = ver_ppo.Rollout(SPEC, 80, 4, policy.state_shape, torch.device("cpu"))
     action, first = torch.randint(3, (80, 1)), torch.zeros(80, dtype=torch.bool)
     distribution, value, _ = policy.step(
         {"obs": rollout.obs["obs"].normal_()}, action, first, rollout.state
@@ -111,9 +112,8 @@ def add_returns(numbers, ratio_S, size=80, delayed=False, **options):
     rollout.bootstrap[:] = numbers["bootstrap"]
     for name in ("segment", "reward", "value", "done"):
         getattr(rollout, name)[:] = numbers[f"{name}_S"]
-    rollout.size = size
-    ver_ppo.add_returns(policy, rollout, options)
-    return rollout, numbers | {"value_S": value.numpy()}
+    rollout.rows = 80
+    return policy, rollout, options, numbers | {"value_S": value.numpy()}
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -121,7 +121,8 @@ def test_vtrace_against_definition(seed):
     """Targets and advantages against a scalar loop over the definition, by the values and ratios of
     the policy as it is now."""
     ratio_S = np.random.default_rng(seed).lognormal(0, 0.5, 80)
-    rollout, numbers = add_returns(random_steps(seed), ratio_S, delayed=True)
+    policy, rollout, options, numbers = make_rollout(random_steps(seed), ratio_S)
+    add_corrected_returns(policy, rollout, options)
     expected = vtrace_by_definition(numbers, ratio_S)
     np.testing.assert_allclose([rollout.returns, rollout.advantage], expected, rtol=1e-3, atol=1e-4)
     assert (rollout.weight == ver_ppo.importance_weights(rollout.segment, 4)).all()
@@ -130,7 +131,8 @@ def test_vtrace_against_definition(seed):
 def test_vtrace_on_policy_is_gae():
     """Where both policies are one, the advantages are those of GAE, and the targets are values plus
     these."""
-    rollout, numbers = add_returns(random_steps(3), np.ones(80), delayed=True)
+    policy, rollout, options, numbers = make_rollout(random_steps(3), np.ones(80))
+    add_corrected_returns(policy, rollout, options)
     np.testing.assert_allclose(rollout.advantage, gae(numbers), rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(
         rollout.returns, rollout.advantage + numbers["value_S"], rtol=1e-4, atol=1e-5
@@ -141,7 +143,9 @@ def test_returns_of_a_rollout():
     """Without V-trace: the values that were stored, GAE, importance weights; of its first 60 steps,
     if it ended early."""
     numbers = random_steps(4)
-    rollout, _ = add_returns(numbers, np.ones(80), size=60)
+    _, rollout, options, _ = make_rollout(numbers, np.ones(80))
+    rollout.rows = 60
+    ver_ppo.add_returns(rollout, options)
     numbers = {name: column[:60] for name, column in numbers.items()}
     np.testing.assert_array_equal(rollout.advantage[:60], gae(numbers))
     np.testing.assert_array_equal(rollout.returns[:60], rollout.advantage[:60] + numbers["value_S"])

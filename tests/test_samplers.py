@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import time
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +16,6 @@ from notebooks.extensions.virtual_clock import (
     VirtualWorkers,
     assert_nothing_is_lost,
     build,
-    collect,
     taken,
 )
 
@@ -40,7 +38,7 @@ def test_nover_and_sync(seed):
         policy, rollout, c = build(workers, num_envs, num_steps, sampler=sampler)
         steps_N = np.zeros(num_envs, int)
         for c.version in range(rollouts):
-            ver_ppo.collect_rollout(policy, rollout, c)
+            c.collect(rollout)
             ver_ppo.check_rollout(rollout, c.version)
             steps_N += np.bincount(rollout.env, minlength=num_envs)
             if sampler != "ver":
@@ -74,10 +72,10 @@ def test_equal_speeds_make_all_samplers_alike():
         torch.manual_seed(3)
         policy, rollout, c = build(workers, 3, 10, sampler=sampler)
         for _ in range(3):
-            collect(policy, rollout, c)
+            c.collect(rollout)
             order = np.argsort(rollout.env, kind="stable")
             columns = [
-                rollout.rows[names][order],
+                rollout.table[names][order],
                 rollout.obs["obs"][order],
                 rollout.state[order],
                 rollout.bootstrap.copy(),
@@ -106,15 +104,15 @@ def test_trajectories(seed):
     policy, rollout, c = build(workers, num_envs, num_steps, sampler="async")
     rollouts, bootstrap_N = [], [None] * num_envs
     for c.version in range(15):
-        collect(policy, rollout, c)
+        c.collect(rollout)
         ver_ppo.check_rollout(rollout, c.version, lag=15)
-        assert rollout.size == rollout.steps
+        assert rollout.rows == rollout.capacity
         assert rollout.segment.tolist() == np.repeat(range(num_envs), num_steps).tolist()
-        for segment, step in enumerate(range(0, rollout.steps, num_steps)):
+        for segment, step in enumerate(range(0, rollout.capacity, num_steps)):
             e = rollout.env[step]
             assert bootstrap_N[e] in (None, rollout.value[step])
             bootstrap_N[e] = rollout.bootstrap[segment]
-        ver_ppo.add_returns(policy, rollout, c.options)
+        ver_ppo.add_returns(rollout, c.options)
         assert (rollout.weight == 1).all()
         rollouts.append(taken(rollout))
     assert_nothing_is_lost(c, rollouts)
@@ -135,11 +133,11 @@ MODES = {
     "ver": {},
     "nover": {"sampler": "nover"},
     "sync": {"sampler": "sync"},
-    "overlap": {"overlap": True},
-    "overlap, sync": {"overlap": True, "sampler": "sync"},
-    "overlap, inline environments": {"overlap": True, "num_workers": 0},
-    "async": {"sampler": "async"},
-    "async, inline environments": {"sampler": "async", "num_workers": 0},
+    "overlap": {"extensions": ("overlap",)},
+    "overlap, sync": {"extensions": ("overlap",), "sampler": "sync"},
+    "overlap, inline environments": {"extensions": ("overlap",), "num_workers": 0},
+    "async": {"extensions": ("async",)},
+    "async, inline environments": {"extensions": ("async",), "num_workers": 0},
 }
 
 
@@ -148,19 +146,20 @@ def collecting(**changes):
     """The source of rollouts, as `train` uses it, and the policy. Afterwards, no process is
     left."""
     options = ver_ppo.Options(
-        **{"env_id": "tests.envs:Count-v0", "num_workers": 3, "hidden_size": 8, "overlap": False}
-        | changes
+        **{"env_id": "tests.envs:Count-v0", "num_workers": 3, "hidden_size": 8} | changes
     )
-    spec = ver_ppo.describe_env(options)
-    policy, deadline = ver_ppo.Policy(spec, options), time.monotonic() + 60
+    deadline = time.monotonic() + 60
 
     def enough(*_):
         assert time.monotonic() < deadline, "no rollout comes"
 
-    run = SimpleNamespace(step=400, update=5, enough=enough)
+    run_class = ver_ppo.extend(ver_ppo.Run, options)
+    run = run_class.__new__(run_class)  # without a folder
+    run.options, run.step, run.update, run.enough = options, 400, 5, enough
+    run.spec, run.policy = spec, policy = ver_ppo.build(options)
     torch.nn.init.normal_(policy.actor.weight)
     torch.nn.init.ones_(policy.critic.scale)  # else all values are 0
-    with contextlib.closing(ver_ppo.rollout_source(policy, spec, options, run)) as source:
+    with contextlib.closing(run.rollouts()) as source:
         yield policy, source
     assert not torch.multiprocessing.active_children()
 
@@ -178,9 +177,9 @@ def test_every_mode_loses_nothing(mode):
         for version in range(5, 17):
             rollout = next(source)
             ver_ppo.check_rollout(rollout, version, 8 if "async" in mode else "overlap" in mode)
-            assert rollout.size == num_envs * num_steps
+            assert rollout.rows == num_envs * num_steps
             for e, (count, offset), row in zip(
-                rollout.env, rollout.obs["obs"].tolist(), rollout.rows
+                rollout.env, rollout.obs["obs"].tolist(), rollout.table
             ):
                 assert row["first"] == (count == 0)
                 assert expected[e] is None or expected[e] == (
@@ -199,7 +198,7 @@ def test_every_mode_loses_nothing(mode):
                 steps = np.flatnonzero(rollout.version == used)
                 names = "prev_action", "first", "action", "log_prob", "value"
                 prev_action, first, *known = (
-                    torch.from_numpy(rollout.rows[name][steps]) for name in names
+                    torch.from_numpy(rollout.table[name][steps]) for name in names
                 )
                 policy.load_state_dict(policies[used])
                 with torch.no_grad():
@@ -242,17 +241,17 @@ def test_collecting_process_dies(mode, wait_sec):
 
 @pytest.mark.parametrize("mode", ["ver", "overlap", "async"])
 def test_trace(tmp_path, mode):
-    """--trace shows each step of each environment, each batch with its size, each learning phase,
-    at the right time: steps of one worker do not overlap; inference and learning do with --overlap
+    """A trace shows each step of each environment, each batch with its size, each learning phase,
+    at the right time: steps of one worker do not overlap; inference and learning do with overlap
     and async only."""
     path = tmp_path / "trace.json"
     args = "--env-id tests.envs:Count-v0 --num-envs 4 --num-steps 32 --total-timesteps 640"
     args += (
         " --num-workers 2 --hidden-size 16 --eval-episodes 0 --learner-threads 1 --update-epochs 20"
     )
-    args += {"ver": " --no-overlap", "overlap": " --overlap", "async": " --sampler async"}[mode]
+    extensions = [] if mode == "ver" else [mode]
     args = [*args.split(), "--wrappers", *latency(1, 0), "--runs-dir", str(tmp_path)]
-    assert ver_ppo.main([*args, "--trace", str(path)]) == 0
+    assert ver_ppo.main([*args, "--extensions", *extensions, f"trace(file={path})"]) == 0
     lanes = {}
     for event in json.loads(path.read_text()):
         assert event["ph"] == "X"

@@ -24,6 +24,7 @@ from torch import nn
 import ver_ppo
 from ver_ppo import EnvironmentFailure, UserError
 
+SEED_OF_COLLECTOR = 3  # first number of ver_ppo.derive_seed
 
 def flat_weights(policy):
     """All weights of a policy as one vector, whatever their layout in memory."""
@@ -113,7 +114,7 @@ def collector_process(inbox, outbox, spec, options, step, collector_class, rollo
     ends the pipe or dies."""
     ver_ppo.lead_group()
     torch.set_num_threads(1)
-    torch.manual_seed(ver_ppo.derive_seed(ver_ppo.SEED_OF_COLLECTOR, options.seed, step))
+    torch.manual_seed(ver_ppo.derive_seed(SEED_OF_COLLECTOR, options.seed, step))
 
     def ended(rows=0):
         ready, _, _ = select.select([inbox], [], [], 0)

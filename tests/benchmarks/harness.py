@@ -1,0 +1,292 @@
+"""What the benchmarks have in common: trainings that run as processes of their own, their curves,
+variants that are measured by turns, and the files that keep what was found.
+
+A benchmark writes notebooks/results/NAME.json (--results: another folder), which says by which
+command, at which commit, when and on which machine; tables.py makes the tables of README.md and of
+the manual from these files. An earlier commit is measured in a folder of its own:
+
+    git worktree add /tmp/before COMMIT
+    python tests/benchmarks/speed.py versions --variant ". --env-id pointnav" \\
+        --variant "/tmp/before --env-id pointnav"
+"""
+
+import argparse
+import contextlib
+import json
+import multiprocessing
+import os
+import platform
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+sys.path.insert(0, str(ROOT))
+import ver_ppo  # noqa: E402
+from tests.helpers import processes, stop  # noqa: E402
+from tests.soaking import tree_of  # noqa: E402
+
+RESULTS = ROOT / "notebooks" / "results"
+SAMPLERS = {  # the options that make each
+    "sync": "--sampler sync",
+    "nover": "--sampler nover",
+    "ver": "--sampler ver",
+    "nover+overlap": "--sampler nover --extensions overlap",
+    "ver+overlap": "--sampler ver --extensions overlap",
+    "async": "--extensions async",
+}
+WARM_UP = 5  # updates that do not count
+
+# -------------------------------------------------------------------------------------- Processes
+
+LIVE = []  # processes that `execute` waits for
+
+
+def execute(words, checkout=ROOT, seconds=None, timeout_sec=7200.0, **environment):
+    """Run a command in a session of its own, to its end, or for so many seconds and until Ctrl-C.
+    Returns what it printed. However this ends, no process of it is left.
+
+    Raises RuntimeError, with the end of what it printed, if it fails or outlives the timeout.
+    """
+    environ = os.environ | {"PYTHONPATH": str(HERE)} | environment  # for simulators.py
+    with tempfile.TemporaryFile("w+") as output:
+        how = {"stdout": output, "stderr": subprocess.STDOUT, "start_new_session": True}
+        process = subprocess.Popen(words, cwd=checkout, env=environ, **how)
+        LIVE.append(process)
+        try:
+            status = process.wait(seconds or timeout_sec)
+        except subprocess.TimeoutExpired:
+            status = f"none after {timeout_sec:.0f} s"
+            if seconds:
+                process.send_signal(signal.SIGINT)
+                process.wait(60)
+                status = 0
+        finally:
+            end(process)
+            LIVE.remove(process)
+        output.seek(0)
+        said = output.read()
+    if status:
+        raise RuntimeError(f"{shlex.join(words)}: exit status {status}\n{said[-3000:]}")
+    return said
+
+
+def end(process):
+    """Kill a process that leads a session, what is left of that, and the sessions of its children:
+    torchrun gives each rank one."""
+    known = processes()
+    sessions = {known[pid][1] for pid in tree_of(process.pid) if pid in known}
+    stop({process.pid, *sessions})
+    process.wait()
+
+
+def together(calls, at_once):
+    """Call functions, at most so many at once; returns what they return. If one fails, or Ctrl-C
+    comes, the processes that they wait for end."""
+    with ThreadPoolExecutor(at_once) as pool:
+        futures = [pool.submit(call) for call in calls]
+        try:
+            return [future.result() for future in futures]
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in LIVE.copy():
+                end(process)
+            raise
+
+
+def apart(function, *arguments):
+    """What a benchmark's function returns, called in a fresh process."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
+
+
+# -------------------------------------------------------------------------------------- Trainings
+
+
+class Trained:
+    """A training that has ended: its folder, TensorBoard's curves, tag -> 3 x K (steps, values,
+    when they were written), what it printed, and how long it took."""
+
+    def __init__(self, folder, said="", seconds=0.0):
+        self.folder = folder
+        self.said = said
+        self.seconds = seconds
+        self.curves = {}
+        events = EventAccumulator(str(folder), {"scalars": 0}).Reload()  # 0: every point
+        for tag in events.Tags()["scalars"]:
+            points = [(each.step, each.value, each.wall_time) for each in events.Scalars(tag)]
+            self.curves[tag] = np.array(points).T
+
+    @property
+    def evaluation(self):
+        """What its evaluation printed: name -> [mean, standard error]."""
+        line = re.search(r"evaluation, \d+ .*", self.said)[0]
+        found = re.findall(r"(\w+) (\S+) ± ([\d.]+)", line)
+        return {name: [float(mean), float(error)] for name, mean, error in found}
+
+    def rate(self, first=WARM_UP):
+        """Steps per second from the end of update `first` to the end of the last one."""
+        steps, _, written_at = self.curves["charts/learning_rate"][:, first - 1 :]
+        return (steps[-1] - steps[0]) / (written_at[-1] - written_at[0])
+
+    def mean(self, tag, first=WARM_UP):
+        """Mean of a tag's values in the updates after `first`."""
+        return float(self.curves[tag][1, first:].mean())
+
+    def last(self, tag):
+        """The last value of a tag; 0 if there is none."""
+        return float(self.curves[tag][1, -1]) if tag in self.curves else 0.0
+
+    def at(self, tag, steps_G):
+        """A curve's values at these steps; before its first point, that point's. Their mean is the
+        area under the curve."""
+        steps, values, _ = self.curves[tag]
+        return np.interp(steps_G, steps, values)
+
+    def thin(self, tags, points=60):
+        """A few points of those of these curves that there are: tag -> [steps, values]."""
+        found = {}
+        for tag in sorted(set(tags) & set(self.curves)):
+            steps, values, _ = self.curves[tag]
+            chosen = np.unique(np.linspace(0, len(steps) - 1, points).astype(int))
+            found[tag] = [steps[chosen].astype(int).tolist(), values[chosen].round(4).tolist()]
+        return found
+
+
+def train(arguments, runs_dir=None, ranks=0, script=None, **how):
+    """Train by this command line, in a process of its own, or by torchrun in so many ranks. Without
+    `runs_dir`, nothing is left in the file system. `how`: as `execute`, which does it."""
+    script = script or ("ver_multigpu.py" if ranks else "ver_ppo.py")
+    launcher = f"-m torch.distributed.run --standalone --nproc-per-node {ranks} " if ranks else ""
+    words = [sys.executable, *shlex.split(f"{launcher}{script} {arguments}")]
+    with contextlib.ExitStack() as stack:
+        runs_dir = Path(runs_dir or stack.enter_context(tempfile.TemporaryDirectory()))
+        began_at = time.perf_counter()
+        said = execute([*words, "--runs-dir", str(runs_dir)], **how)
+        seconds = time.perf_counter() - began_at
+        (folder,) = (path for path in runs_dir.iterdir() if path.is_dir())
+        return Trained(folder, said, seconds)
+
+
+def train_once(arguments, place, **how):
+    """The same, unless a finished run lies at this place already, which is where it is put."""
+    if not place.exists():
+        unfinished = place.with_name(f"{place.name}.unfinished")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        trained = train(arguments, unfinished, **how)
+        trained.folder.rename(place)
+        unfinished.rmdir()
+        print(f"{place}: {trained.seconds:.0f} s", flush=True)
+    return Trained(place)
+
+
+@contextlib.contextmanager
+def collecting(arguments, checkpoint=None):
+    """In this process: the ver_ppo.Run of a command line, with the weights of a checkpoint, and the
+    iterator over its rollouts."""
+    options = ver_ppo.parse_options(shlex.split(arguments))
+    with tempfile.TemporaryDirectory() as runs_dir, contextlib.ExitStack() as stack:
+        run = ver_ppo.Run(replace(options, runs_dir=runs_dir))
+        stack.enter_context(contextlib.closing(run))
+        if checkpoint:
+            ver_ppo.load_policy(run.policy, checkpoint)
+        yield run, stack.enter_context(contextlib.closing(run.rollouts()))
+
+
+def learn(run, rollout):
+    """One update of a run, from all of a rollout."""
+    rows = run.add_returns(rollout)
+    ver_ppo.ppo_update(run.policy, run.optimizer, rollout, rows, run.options)
+
+
+# ----------------------------------------------------------------------------------- Measurements
+
+
+def spread(values, digits=0):
+    """Median and range."""
+    low, middle, high = (f"{value:,.{digits}f}" for value in np.percentile(values, (0, 50, 100)))
+    return f"{middle} ({low}–{high})"
+
+
+def by_turns(variants, rounds):
+    """Measure all variants in each round, one after the other, so that whatever disturbs, disturbs
+    all. `variants`: name -> function that returns a dictionary of numbers. Returns a dictionary of
+    these for each round. Prints the medians of `sps`, and the ratios to the first variant's."""
+    found = []
+    for number in range(1, rounds + 1):
+        results = {}
+        for name, measure in variants.items():
+            results[name] = measure()
+            numbers = [f"{key} {value:.4g}" for key, value in results[name].items()]
+            print(f"round {number}: {name}:", *numbers, flush=True)
+        found.append(results)
+    names = [name for name in variants if "sps" in found[0][name]]
+    for name in names:
+        sps = [results[name]["sps"] for results in found]
+        ratios = [results[name]["sps"] / results[names[0]]["sps"] for results in found]
+        print(f"{name}: {spread(sps)} steps/s, {spread(ratios, 2)} times {names[0]}", flush=True)
+    return found
+
+
+# ---------------------------------------------------------------------------------------- Results
+
+
+def machine():
+    """What this process runs on."""
+    info = Path("/proc/cpuinfo")
+    models = re.findall(r"model name\s*: (.*)", info.read_text()) if info.exists() else []
+    model = models[0] if models else platform.processor()
+    cores = len(os.sched_getaffinity(0))
+    return f"{cores} core{'s' * (cores > 1)} of {model}, torch {torch.__version__}"
+
+
+def where_and_when():
+    """Of which code, when, and on what."""
+    git = ["git", "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(git, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    return {
+        "commit": commit or "unknown",
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": machine(),
+        "python": platform.python_version(),
+    }
+
+
+def keep(args, name, **found):
+    """Write what was found by this program's command line to NAME.json: a line for each list of
+    numbers. Paths of this machine are left out."""
+    words = ["PATH" if "/" in word else word for word in sys.argv[1:]]
+    command = f"python tests/benchmarks/{Path(sys.argv[0]).name} {shlex.join(words)}".strip()
+    text = json.dumps({"command": command, **where_and_when(), **found}, indent=1)
+    text = re.sub(r"[[{][^][{}]*[]}]", lambda inner: " ".join(inner[0].split()), text)
+    args.results.mkdir(parents=True, exist_ok=True)
+    (args.results / f"{name}.json").write_text(text + "\n")
+
+
+def kept(args, name):
+    """What was kept under a name; empty if nothing was."""
+    path = args.results / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def command_line(doc):
+    """The parser of a benchmark's command line. SIGTERM then ends it as Ctrl-C does, so that no
+    process is left behind."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=doc, formatter_class=raw)
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for what is found")
+    return parser

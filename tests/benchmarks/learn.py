@@ -1,0 +1,474 @@
+"""What ver_ppo.py learns.
+
+    learn.py tasks [TASK ...] [--seeds 1 2 3]     the README's first table; two hours on two cores
+    learn.py published [TASK ...] [--jobs 2]      what others have published figures of; five hours
+    learn.py efficiency --folder F [--jobs 4]     what each sampler learns from equally many steps
+                                                  (VER figure 5), five seeds; an hour
+    learn.py transfer --checkpoint FILE           what an agent is worth on Flee and Explore (DD-PPO
+                                                  section 6); 24 runs of two minutes
+    learn.py skills --folder F --checkpoint FILE  chained skills, with and without a base that
+                                                  moves (VER section 6); half an hour
+    learn.py populations [--trials 4]             whether a population finds the learning rate that
+                                                  it was not told; 30 minutes
+    learn.py equal                                how often equal members of a population take over
+
+FILE is the checkpoint.pt of a run of `pointnav`. Runs in --folder, and those of transfer that are
+kept already, are not repeated. Every run is a training by its command line.
+
+tasks, published: what evaluations printed, and curves; of PointNav also 300 validation episodes,
+the same for all, that the finished policy played. Some tasks need `pip install
+"gymnasium[box2d,mujoco]" minigrid popgym`.
+efficiency: emulated uneven simulators (simulators.py), or samplers would hardly differ. Means of
+the last 100 training episodes on a grid of steps; area under the curve (its mean) and final value,
+each as the interquartile mean over the seeds, with its bootstrapped 95 % interval (Agarwal et al.
+2021).
+populations: in each trial four learning rates are drawn between powers of ten; the members of a
+population begin with them, and so do four runs on their own, and eight seeds have the tuned rate.
+The best of four is that whose last hundred training episodes were best.
+"""
+
+import functools
+import json
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import harness
+import numpy as np
+from harness import ver_ppo
+
+from notebooks import draw
+from notebooks.extensions import chain, play
+from tests.takeovers import equal_policies
+
+# ------------------------------------------------------------------------------ Tasks, and others'
+
+class Task(NamedTuple):
+    """What is learned, for how many thousand steps, with which more options; what the tables call
+    it ({}: environment and steps); what others have published."""
+
+    env_id: str
+    thousands: int
+    options: str = ""
+    words: str = "{}"
+    published: str = ""
+
+    @property
+    def described(self):
+        """Its words in the tables."""
+        steps = f"{self.thousands} k" if self.thousands < 1000 else f"{self.thousands // 1000} M"
+        return self.words.format(f"`{self.env_id.rpartition(':')[2]}`, {steps}")
+
+    @property
+    def arguments(self):
+        """Those of its command line."""
+        steps = self.thousands * 1000
+        return f"--env-id {self.env_id} --total-timesteps {steps} {self.options}".strip()
+
+
+CUE = "tests.envs:Cue-v0"
+POPGYM = "popgym:popgym-"
+DOORKEY = "minigrid:MiniGrid-DoorKey-5x5-v0"
+BLIND = "--wrappers \"gymnasium.wrappers:FilterObservation(filter_keys=['goal'])\""
+NO_VELOCITY = "--wrappers 'notebooks.extensions.wrappers:Hide(indices={})'"
+MORE_EPOCHS = "--update-epochs 10 --num-envs 16 --num-steps 64"
+ZOO = f"{MORE_EPOCHS} --gamma 0.9 --learning-rate 1e-3 --ent-coef 0"
+CLEANRL = "--num-envs 1 --num-steps 2048 --update-epochs 10 --num-minibatches 32"
+CLEANRL += " --learning-rate 3e-4 --ent-coef 0 --lstm-layers 0"
+CARTPOLE_WORDS = "`CartPole-v1` without velocities, 100 k"
+PENDULUM_WORDS = "`Pendulum-v1` without velocity, 300 k"
+TASKS = {  # nearly all with no option but the steps
+    "pointnav": Task(
+        "pointnav", 2000, words="`pointnav`, 64×64 depth, 64 unseen floor plans, 2 M steps"
+    ),
+    "pointnav-blind": Task("pointnav", 2500, BLIND, "the same without the camera, 2.5 M"),
+    "cartpole": Task("CartPole-v1", 150, words="{} (a random agent: 24)"),
+    "acrobot": Task("Acrobot-v1", 200, words="{} (random: −491)"),
+    "pendulum": Task("Pendulum-v1", 300, words="{} (random: −1,228)"),
+    "lunarlander": Task("LunarLander-v3", 300, words="{} (random: −192)"),
+    "hopper": Task("Hopper-v5", 300, words="{} (random: 18)"),
+    "doorkey": Task(DOORKEY, 300, words="{} (random: 0.041)"),
+    "repeat-previous": Task(f"{POPGYM}RepeatPreviousEasy-v0", 600, words="{} (random: −0.513)"),
+    "position-only-cartpole": Task(
+        f"{POPGYM}PositionOnlyCartPoleEasy-v0", 200, words="{} (random: 0.118)"
+    ),
+    "memory": Task(CUE, 100, words="a cue, asked for 10 steps later, 100 k; right answers"),
+    "memory-feed-forward": Task(
+        CUE, 100, "--lstm-layers 0", "the same without the LSTM (chance: 0.5)"
+    ),
+}
+PACKAGES = {  # that a task needs beside requirements.txt
+    "lunarlander": "gymnasium[box2d]",
+    "hopper": "gymnasium[mujoco]",
+    "doorkey": "minigrid",
+    "repeat-previous": "popgym",
+    "position-only-cartpole": "popgym",
+}
+PUBLISHED = {
+    f"popgym-{name}": Task(f"{POPGYM}{name}Easy-v0", 1000, published=f"{value} [1], 4 M")
+    for name, value in {
+        "Autoencode": "−0.469",
+        "CountRecall": "−0.835",
+        "HigherLower": "0.495",
+        "NoisyPositionOnlyPendulum": "0.311",
+        "RepeatFirst": "0.811",
+        "RepeatPrevious": "0.744",
+    }.items()
+} | {
+    "cartpole-hidden": Task(
+        "CartPole-v1",
+        100,
+        f"{MORE_EPOCHS} {NO_VELOCITY.format('(1, 3)')}",
+        CARTPOLE_WORDS,
+        "500 ± 0 [2], 100 k",
+    ),
+    "pendulum-hidden": Task(
+        "Pendulum-v1",
+        300,
+        f"{ZOO} {NO_VELOCITY.format('(2,)')}",
+        PENDULUM_WORDS,
+        "−218 ± 140 [2], 100 k",
+    ),
+    "cartpole": Task("CartPole-v1", 150, published="500 ± 0 [2], PPO, 100 k"),
+    "acrobot": Task("Acrobot-v1", 200, published="−74 ± 18 [2], PPO, 1 M"),
+    "pendulum": Task("Pendulum-v1", 300, published="−172 ± 104 [2], PPO, 100 k"),
+    "lunarlander-1m": Task("LunarLander-v3", 1000, published="242 ± 32 [2], PPO, version 2, 1 M"),
+    "doorkey": Task(DOORKEY, 300, published="0.964 ± 0.006 [2], PPO, 100 k"),
+    "hopper-1m": Task("Hopper-v5", 1000, published="2,383 ± 272 [3], 1 M"),
+    "hopper-1m-cleanrl": Task(
+        "Hopper-v5", 1000, CLEANRL, "{}, as CleanRL learns", "2,383 ± 272 [3], 1 M"
+    ),
+    "halfcheetah-1m": Task("HalfCheetah-v5", 1000, published="1,443 ± 46 [3], 1 M"),
+}
+CURVES = "charts/episodic_return", "charts/episodic_length"
+CURVES += "metrics/success", "metrics/spl", "metrics/distance_to_goal"
+EPISODES = 300
+
+
+def learn_tasks(args, tasks):
+    """Train these tasks and write a file for each."""
+    for name in args.names or tasks:
+        arguments = f"{tasks[name].arguments} {args.more}".strip()
+        calls = [functools.partial(learn_task, arguments, seed) for seed in args.seeds]
+        runs = harness.together(calls, args.jobs)
+        harness.keep(args, name, command=f"python ver_ppo.py {arguments}", runs=runs)
+        print(name, *(run["evaluation"] for run in runs), sep="\n  ", flush=True)
+
+
+def learn_task(arguments, seed):
+    """One run: what is kept of it."""
+    with tempfile.TemporaryDirectory() as runs_dir:
+        trained = harness.train(f"{arguments} --seed {seed}", runs_dir)
+        kept = {"seed": seed, "minutes": round(trained.seconds / 60, 2)}
+        kept |= {"evaluation": trained.evaluation, "curves": trained.thin(CURVES)}
+        if "metrics/spl" in trained.curves:
+            kept["episodes"] = harness.apart(play_episodes, trained.folder)
+    return kept
+
+
+def play_episodes(folder):
+    """Validation episodes of the finished policy: geodesic distance from start to goal, success and
+    SPL of each."""
+    draw.setup()  # one thread: the policy sees one observation at a time
+    policy, options = play.load_policy(folder)
+    env = ver_ppo.make_env(options, "val")
+    episodes = {"geodesic": [], "success": [], "spl": []}
+    for episode in range(EPISODES):
+        *_, last = play.play(policy, env, ver_ppo.derive_seed(1, 0, 0, episode))
+        episodes["geodesic"].append(round(float(last.start_geodesic), 3))
+        for name in ("success", "spl"):
+            episodes[name].append(round(float(last.info[name]), 3))
+    return episodes
+
+
+# ------------------------------------------------------------------------------ Sample efficiency
+
+OF_EACH = "--device cpu --learner-threads 1 --eval-episodes 0"
+UNEVEN = {  # arguments, curves, steps
+    "CartPole-v1": (
+        "--env-id simulators:UnevenCartPole-v0 --num-envs 8 --num-workers 4 --num-steps 32"
+        " --num-minibatches 1 --update-epochs 10 --ent-coef 0 --gamma 0.98 --gae-lambda 0.8",
+        ("charts/episodic_return",),
+        100_000,
+    ),
+    "pointnav": (
+        "--env-id simulators:UnevenPointNav-v0 --num-envs 16 --num-steps 128 --num-workers 16",
+        ("metrics/success", "metrics/spl"),
+        300_000,
+    ),
+}
+MODES = "sync", "nover", "ver", "ver+overlap", "async"
+GRID = 50  # points of a curve
+RESAMPLES = 2000
+
+
+def efficiency(args):
+    """Train every mode from every seed, and summarize: task -> tag -> mode -> what was learned."""
+    found = {}
+    for task, (flags, tags, own_steps) in UNEVEN.items():
+        steps = args.steps or own_steps
+        flags = f"{OF_EACH} {flags}"
+        calls = []
+        for seed in args.seeds:
+            for mode in MODES:
+                how = f"{flags} {harness.SAMPLERS[mode]} --seed {seed} --total-timesteps {steps}"
+                place = args.folder / f"{task}-{steps}" / mode / str(seed)
+                calls.append(functools.partial(harness.train_once, how, place))
+        runs = harness.together(calls, args.jobs)
+        grid_G = np.linspace(0, steps, GRID + 1)[1:]
+        by_tag = {tag: {} for tag in tags}
+        for number, mode in enumerate(MODES):
+            for tag in tags:
+                curve_KG = np.stack([run.at(tag, grid_G) for run in runs[number :: len(MODES)]])
+                summary = {
+                    "curve": estimate(curve_KG),
+                    "area": estimate(curve_KG.mean(axis=1)),
+                    "final": estimate(curve_KG[:, -1]),
+                }
+                by_tag[tag][mode] = summary
+                print(task, tag, mode, summary["area"], summary["final"], flush=True)
+        found[task] = {"flags": flags, "steps": grid_G.tolist(), "tags": by_tag}
+    harness.keep(args, "efficiency", found=found)
+
+
+def interquartile_mean(values, axis):
+    """Mean of what is left when a quarter of the values, rounded down, is dropped at either end."""
+    count = values.shape[axis]
+    middle = range(count // 4, count - count // 4)
+    return np.sort(values, axis=axis).take(middle, axis=axis).mean(axis=axis)
+
+
+def estimate(values_KX):
+    """Interquartile mean over the K seeds, and its 95 % interval: percentiles over seeds that are
+    drawn with replacement."""
+    rng = np.random.default_rng(0)
+    drawn_RK = rng.integers(len(values_KX), size=(RESAMPLES, len(values_KX)))
+    means_RX = interquartile_mean(values_KX[drawn_RK], axis=1)
+    low, high = np.percentile(means_RX, (2.5, 97.5), axis=0)
+    found = {"iqm": interquartile_mean(values_KX, axis=0), "low": low, "high": high}
+    return {name: np.round(values, 4).tolist() for name, values in found.items()}
+
+
+# --------------------------------------------------------------------------------------- Transfer
+
+TRANSFER_TASKS = {"Flee": "m from the start", "Explore": "m² seen"}
+VARIANTS = {  # what is taken from the checkpoint
+    "from scratch": "",
+    "frozen encoder, policy anew": "--extensions 'transfer(file={}, freeze=True, reset=policy)'",
+    "frozen encoder, policy fine-tuned": (
+        "--extensions 'transfer(file={}, freeze=True, reset=critic)'"
+    ),
+    "neural controller": "--policy 'controller(file={})'",
+}
+
+
+def transfer(args):
+    """All runs that are missing; one seed of everything after the other, so that whatever disturbs,
+    disturbs all."""
+    found = harness.kept(args, "transfer").get("runs", {})
+    for seed in args.seeds:
+        for task in TRANSFER_TASKS:
+            for variant, how in VARIANTS.items():
+                runs = found.setdefault(task, {}).setdefault(variant, [])
+                if seed not in [run["seed"] for run in runs]:
+                    line = f"--env-id notebooks.environments.tasks:{task}-v0"
+                    line += f" --env-kwargs simulator=builtin --seed {seed}"
+                    line += f" --total-timesteps {args.steps or 200_000} {args.more}"
+                    trained = harness.train(f"{line} {how.format(args.checkpoint)}")
+                    curves = trained.thin(["charts/episodic_return"])
+                    evaluation = trained.evaluation
+                    runs.append({"seed": seed, "evaluation": evaluation, "curves": curves})
+                    harness.keep(args, "transfer", runs=found)
+                    print(f"{task}, {variant}, seed {seed}: {evaluation}", flush=True)
+
+
+# --------------------------------------------------------------------------------- Chained skills
+
+SKILLS = "Pick", "Place", "PickArm", "PlaceArm"
+FAR_M = (0.5, 1.0), (1.0, 2.0), (2.0, 3.0), (3.0, 4.0), (4.0, 6.0), (6.0, 9.0)
+CHAINS = {"with base": "", "arm alone": "Arm", "with base, no Navigate": ""}
+
+
+def skills(args):
+    """Train every skill from every seed; chain each seed with its like, and with the same PointNav
+    agent, in unseen flats."""
+    own = {skill: {} for skill in SKILLS}
+    for seed in args.seeds:
+        for skill in SKILLS:
+            line = f"--env-id notebooks.environments.rearrange:{skill}-v0 --target-entropy 0"
+            line += f" --ent-coef 1e-3 --total-timesteps {args.steps or 300_000} --seed {seed}"
+            trained = harness.train_once(f"{line} {args.more}", args.folder / skill / str(seed))
+            own[skill][str(seed)] = round(trained.last("eval/success"), 3)
+    jobs = {how: [functools.partial(run_chains, how, s, args) for s in args.seeds] for how in CHAINS}
+    chained = {}
+    for how, calls in jobs.items():
+        chained[how] = harness.together([apart_call(call) for call in calls], args.jobs)
+        print(how, [shares for shares, _ in chained[how]], flush=True)
+    far_calls = [apart_call(functools.partial(run_far, seed, args)) for seed in args.seeds]
+    found = {
+        "own": own,
+        "episodes": args.episodes,
+        "far_m": FAR_M,
+        "far": harness.together(far_calls, args.jobs),
+        "chains": {how: [shares for shares, _ in each] for how, each in chained.items()},
+        "path": next((whole for _, whole in chained["with base"] if whole), None),
+    }
+    harness.keep(args, "rearrange", **found)
+
+
+def apart_call(call):
+    """The same function, called in a process of its own."""
+    return functools.partial(harness.apart, call)
+
+
+def load_skill(folder, skill, seed):
+    """A trained skill."""
+    policy, _ = play.load_policy(folder / skill / str(seed))
+    return policy
+
+
+def run_chains(how, seed, args):
+    """The share of episodes in which all went well until the end of each stage, and the first whole
+    chain."""
+    draw.setup()
+    policies = {}
+    for name in ("pick", "place"):
+        policies[name] = load_skill(args.folder, name.capitalize() + CHAINS[how], seed)
+    if "no Navigate" not in how:
+        policies["navigate"], _ = play.load_policy(args.checkpoint.parent)
+    well = np.zeros((args.episodes, 4 if "navigate" in policies else 2))
+    whole = None
+    for episode in range(args.episodes):
+        env = chain.begin(episode)
+        object_2 = env.object.tolist()
+        place_2 = env.place.tolist()
+        stages = chain.run_chain(env, policies)
+        well[episode, : len(stages)] = [done for _, done, _ in stages]
+        if whole is None and well[episode].all():
+            whole = {
+                "boxes": np.round(env.plan.boxes_K4, 3).tolist(),
+                "walls": env.plan.num_walls,
+                "size": env.plan.size.tolist(),
+                "object": object_2,
+                "place": place_2,
+                "stages": [[name, np.round(path, 3).tolist()] for name, _, path in stages],
+            }
+    return well.mean(axis=0).tolist(), whole
+
+
+def run_far(seed, args):
+    """Success of Pick, with the base, over the distance from which it starts."""
+    draw.setup()
+    policy = load_skill(args.folder, "Pick", seed)
+    success = []
+    for far_m in FAR_M:
+        envs = (chain.begin(1000 + episode, far_m=far_m) for episode in range(args.episodes))
+        success.append(float(np.mean([chain.run_skill(env, policy, "pick") for env in envs])))
+    return success
+
+
+# ------------------------------------------------------------------------------------ Populations
+
+
+MEMBERS = 4
+TUNED_SEEDS = 8
+SPREADS = 0.1, 0.2, 0.5, 1.0, 2.0  # standard deviations of returns whose mean is 1
+OF_BOTH = "--num-envs 16 --num-workers 0 --learner-threads 1 --eval-episodes 100 --greedy"
+OF_CUE = "--num-steps 64 --gae-lambda 1 --hidden-size 32 --update-epochs 4 --num-minibatches 2"
+# arguments, tuned rate, powers of ten between which rates are drawn, steps between decisions
+POPULATIONS = {
+    "CartPole-v1": (f"--env-id CartPole-v1 {OF_BOTH} --num-steps 128", 2e-3, (-4.5, -1.5), 8192),
+    "cue": (f"--env-id {CUE} {OF_BOTH} {OF_CUE}", 3e-3, (-4, -1), 4096),
+}
+
+
+def ends(arguments, **how):
+    """Train: the mean return of the last hundred training episodes, and of the evaluation."""
+    trained = harness.train(arguments, **how)
+    return [trained.last("charts/episodic_return"), trained.last("eval/return")]
+
+
+def run_alone(arguments, rates, first_seed):
+    """Runs on their own with these learning rates, all at once: what each came to."""
+    calls = []
+    for seed, rate in enumerate(rates, first_seed):
+        calls.append(functools.partial(ends, f"{arguments} --learning-rate {rate} --seed {seed}"))
+    return harness.together(calls, len(calls))
+
+
+def run_population(arguments, interval, rates, seed):
+    """One population, which begins with these rates: what each member came to, and their
+    decisions."""
+    with tempfile.TemporaryDirectory() as folder:
+        line = f"{arguments} --population {folder} --population-size {MEMBERS} --seed {seed}"
+        line += f" --evolve-interval {interval}"
+        places = [Path(folder) / str(member) for member in range(MEMBERS)]
+        calls = []
+        for member, rate in enumerate(rates):
+            own = f"{line} --learning-rate {rate} --member {member}"
+            how = {"runs_dir": places[member], "script": "-m notebooks.extensions.population"}
+            calls.append(functools.partial(ends, own, **how))
+        found = harness.together(calls, MEMBERS)
+        texts = [(place / "decisions.jsonl").read_text() for place in places]
+    return found, [[json.loads(line) for line in text.splitlines()] for text in texts]
+
+
+def populations(args):
+    """Both tasks: the tuned rate, then the trials."""
+    for name, (own, tuned_rate, powers, interval) in POPULATIONS.items():
+        arguments = f"{own} --total-timesteps {args.steps or 150_000}"
+        tuned = run_alone(arguments, [tuned_rate] * TUNED_SEEDS, first_seed=1)
+        print(name, tuned, flush=True)
+        trials = []
+        for number in range(1, args.trials + 1):
+            rng = np.random.default_rng(number)
+            rates = (10 ** rng.uniform(*powers, MEMBERS)).tolist()
+            alone = run_alone(arguments, rates, first_seed=100 * number)
+            found, decisions = run_population(arguments, interval, rates, seed=number)
+            print(name, number, rates, alone, found, flush=True)
+            trial = {"rates": rates, "alone": alone, "population": found, "decisions": decisions}
+            trials.append(trial)
+        harness.keep(args, f"evolution-{name}", tuned=tuned, trials=trials)
+
+
+def equal(args):
+    """The shares of takeovers among equal policies: size of the population -> spread -> share."""
+    found = {}
+    for size in (4, 8, 16):
+        shares = [equal_policies(size, spread, 10_000 // size) for spread in SPREADS]
+        found[size] = dict(zip(SPREADS, shares))
+        print(size, found[size], flush=True)
+    harness.keep(args, "equal", found=found)
+
+
+BENCHMARKS = {
+    "tasks": lambda args: learn_tasks(args, TASKS),
+    "published": lambda args: learn_tasks(args, PUBLISHED),
+    "efficiency": efficiency,
+    "transfer": transfer,
+    "skills": skills,
+    "populations": populations,
+    "equal": equal,
+}
+
+if __name__ == "__main__":
+    parser = harness.command_line(__doc__)
+    parser.add_argument("what", choices=BENCHMARKS)
+    parser.add_argument("names", nargs="*", help="tasks, published: of these alone")
+    parser.add_argument("--seeds", type=int, nargs="+", help="1 2 3; efficiency: 1 to 5")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
+    parser.add_argument("--folder", type=Path, help="efficiency, skills: where runs stay")
+    parser.add_argument("--checkpoint", type=Path, help="transfer, skills: of a run of `pointnav`")
+    parser.add_argument("--trials", type=int, default=4, help="of populations")
+    parser.add_argument("--episodes", type=int, default=100, help="skills: of each chain")
+    parser.add_argument("--steps", type=int, help="in place of the benchmark's own number")
+    parser.add_argument("--more", default="", help="more arguments for tasks, transfer and skills")
+    args = parser.parse_args()
+    if args.what in ("efficiency", "skills") and not args.folder:
+        parser.error("give --folder")
+    if args.what in ("transfer", "skills"):
+        if not args.checkpoint:
+            parser.error("give --checkpoint")
+        args.checkpoint = args.checkpoint.resolve()
+    args.seeds = args.seeds or ([1, 2, 3, 4, 5] if args.what == "efficiency" else [1, 2, 3])
+    BENCHMARKS[args.what](args)

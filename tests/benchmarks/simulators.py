@@ -1,0 +1,82 @@
+"""Environments that take as long as simulators do. Importing registers them:
+`simulators:Rearrangement-v0` and so on; harness.py tells its processes where this file is.
+"""
+
+import functools
+import time
+
+import gymnasium as gym
+import numpy as np
+
+from notebooks.environments import pointnav
+
+
+class PointNavSteady(pointnav.PointNav):
+    """PointNav that turns left instead of eleven `stop`s out of twelve.
+
+    The uniform policy would end every episode after four steps, and resetting would be measured; so
+    its episodes last 48 steps on average, as those of a trained agent do.
+    """
+
+    def step(self, action):
+        return super().step(2 if action == 0 and self.np_random.random() > 1 / 12 else action)
+
+
+class Busy(gym.Wrapper):
+    """Every step keeps a core busy for so many milliseconds of CPU time."""
+
+    def __init__(self, env, cpu_ms):
+        super().__init__(env)
+        self.cpu_sec = cpu_ms / 1000
+
+    def step(self, action):
+        until = time.thread_time() + self.cpu_sec
+        while time.thread_time() < until:
+            pass
+        return self.env.step(action)
+
+
+class Uneven(gym.Wrapper):
+    """What `make` makes, with steps that sleep as unevenly as those of the papers' simulators: for
+    `mean_ms`, multiplied by three log-normal factors of mean 1. One is drawn for the environment,
+    one at every reset, one at every step, as the seed and the environment's number decide."""
+
+    def __init__(self, make, mean_ms, spread, options, number):
+        super().__init__(make())
+        self.rng = np.random.default_rng([options.seed if options else 1, number, 1])
+        self.step_spread, own_spread, self.episode_spread = spread
+        self.mean_sec = mean_ms / 1000 * self.draw(own_spread)
+        self.episode_sec = self.mean_sec
+
+    def draw(self, sigma):
+        """A log-normal factor of mean 1."""
+        return self.rng.lognormal(-sigma * sigma / 2, sigma)
+
+    def reset(self, **arguments):
+        self.episode_sec = self.mean_sec * self.draw(self.episode_spread)
+        return self.env.reset(**arguments)
+
+    def step(self, action):
+        time.sleep(self.episode_sec * self.draw(self.step_spread))
+        return self.env.step(action)
+
+
+CARTPOLE = functools.partial(gym.make, "CartPole-v1", disable_env_checker=True)
+SMALL_POINTNAV = functools.partial(pointnav.PointNav, image_size=32)
+# episodes are scenes, some slower than others
+SCENES = functools.partial(gym.make, "tests.envs:Count-v0", limit=150, disable_env_checker=True)
+SIMULATORS = {
+    # what sleeps, milliseconds of a step, spreads (sigma): from step to step, between environments
+    # and between episodes
+    "Rearrangement": (PointNavSteady, 20.0, (0.9, 0.15, 0.2)),
+    "RearrangementEven": (PointNavSteady, 20.0, (0.0, 0.0, 0.0)),
+    "Navigation": (PointNavSteady, 10.0, (0.45, 0.1, 0.1)),
+    "NavigationEven": (PointNavSteady, 10.0, (0.0, 0.0, 0.0)),
+    "UnevenCartPole": (CARTPOLE, 1.0, (0.5, 0.5, 0.3)),
+    "UnevenPointNav": (SMALL_POINTNAV, 2.0, (0.5, 0.5, 0.3)),
+    "Scenes": (SCENES, 100.0, (0.4, 0.0, 0.5)),
+}
+gym.register("PointNavSteady-v0", PointNavSteady)
+for name, (make, mean_ms, spread) in SIMULATORS.items():
+    settings = {"make": make, "mean_ms": mean_ms, "spread": spread, "options": None, "number": 0}
+    gym.register(f"{name}-v0", Uneven, kwargs=settings)

@@ -1,0 +1,468 @@
+"""The tables of README.md and of the manual, and their pictures, from notebooks/results, so that
+none of these figures is typed. Seconds.
+
+    tables.py                          writes what stands between <!-- results: NAME --> and
+                                       <!-- end of results -->, draws the pictures
+    tables.py --check                  writes nothing; says whether the tables are up to date
+    tables.py film RUN_FOLDER          draws agent.gif: what a trained PointNav agent does
+    tables.py curves RUN_FOLDER        draws habitat.png: what a run has learned
+"""
+
+import itertools
+import re
+import sys
+
+import harness
+import learn
+import matplotlib
+import matplotlib.pyplot as plt
+import numpy as np
+from harness import ROOT, SAMPLERS, spread, ver_ppo
+from PIL import Image
+
+from notebooks import draw
+from notebooks.extensions import play
+
+PAGES = ROOT / "README.md", ROOT / "notebooks" / "MANUAL.md"
+MARKS = re.compile(r"(<!-- results: ([\w-]+) -->\n).*?(<!-- end of results -->)", re.DOTALL)
+PICTURES = ROOT / "notebooks" / "pictures"
+
+
+def table(head, rows):
+    """Lines of a table, of lists of cells."""
+    lines = [f"| {' | '.join(cells)} |" for cells in (head, *rows)]
+    return [lines[0], "|---" * len(head) + "|", *lines[1:]]
+
+
+def in_code(names):
+    """Each of these names as code."""
+    return [f"`{name}`" for name in names]
+
+
+def mean_and_range(values, digits, to="–"):
+    """Mean, lowest and highest."""
+    numbers = np.mean(values), min(values), max(values)
+    mean, low, high = (f"{number:,.{digits}f}" for number in numbers)
+    return f"{mean} ({low}{to}{high})"
+
+
+# ------------------------------------------------------------------------------- What was learned
+
+
+def found_cells(task, names):
+    """The number of seeds, and mean and range over them of what evaluations found under these
+    names."""
+    runs = draw.load_result(task)["runs"]
+    cells = []
+    for name in names:
+        values = [run["evaluation"][name][0] for run in runs]
+        words = mean_and_range(values, 0 if abs(values[0]) > 20 else 3, " to ")
+        cells.append(f"{draw.in_words(name)} {words.replace('-', '−')}")
+    return str(len(runs)), ", ".join(cells)
+
+
+def measured_at(tasks):
+    """At which commit, and on what, the rows of a table were measured, as words."""
+    rows = {}
+    for row, task in enumerate(tasks, 1):
+        kept = draw.load_result(task)
+        where = f"commit {kept['commit']}, {kept['date']}, {kept['machine']}"
+        rows.setdefault(where, []).append(str(row))
+    if len(rows) == 1:
+        return f"Measured at {where}."
+    words = []
+    for where, numbers in rows.items():
+        words.append(f"row{'s' * (len(numbers) > 1)} {', '.join(numbers)} at {where}")
+    return f"Measured: {'; '.join(words)}."
+
+
+def tasks_table():
+    """The README's."""
+    rows = []
+    for name, task in learn.TASKS.items():
+        shown = ["success", "spl"] if task.env_id == "pointnav" else ["return"]
+        rows.append([task.described, *found_cells(name, shown)])
+    lines = table(["task", "seeds", "evaluation: mean (lowest to highest)"], rows)
+    commands_are = "[these commands](notebooks/MANUAL.md#commands-of-the-first-table)"
+    footer = f"200 episodes for each seed, by {commands_are}. {measured_at(learn.TASKS)}"
+    return [*lines, "", footer]
+
+
+def commands():
+    """What these results were got by."""
+    lines = []
+    for task in learn.TASKS:
+        found = draw.load_result(task)
+        words = f"--seed {', '.join(str(run['seed']) for run in found['runs'])}"
+        if task in learn.PACKAGES:
+            words = f"not run by the tests: pip install '{learn.PACKAGES[task]}'; {words}"
+        lines.append(f"    {found['command']}  # {words}")
+    return lines
+
+
+def published_table():
+    """What others have published, beside what was measured here."""
+    rows = []
+    for name, task in learn.PUBLISHED.items():
+        _, _, own = draw.load_result(name)["command"].partition(" --total-timesteps ")
+        _, _, options = own.partition(" ")  # after the steps
+        seeds, cells = found_cells(name, ["return"])
+        cells = cells.removeprefix("return ")
+        options = f"`{options}`" if options else ""
+        rows.append([task.described, options, seeds, cells, task.published])
+    head = ["task, steps", "options", "seeds", "evaluation", "published"]
+    return [*table(head, rows), "", measured_at(learn.PUBLISHED)]
+
+
+def efficiency_table(kept):
+    """Area under the curves of learning, and their ends."""
+    rows = []
+    for task, of_task in kept["found"].items():
+        for tag, by_mode in of_task["tags"].items():
+            digits = 0 if task == "CartPole-v1" else 3
+            for what in ("area", "final"):
+                row = [f"{task}, {draw.in_words(tag)}: {what}"]
+                for found in by_mode.values():
+                    numbers = {key: f"{value:.{digits}f}" for key, value in found[what].items()}
+                    row.append("{iqm} [{low}, {high}]".format(**numbers))
+                rows.append(row)
+    return table(["", *in_code(by_mode)], rows)
+
+
+def transfer_table(kept):
+    """Mean and range of the seeds' evaluations."""
+    rows = []
+    for variant in learn.VARIANTS:
+        row = [variant]
+        for task in learn.TRANSFER_TASKS:
+            runs = kept["runs"][task][variant]
+            row.append(mean_and_range([run["evaluation"]["return"][0] for run in runs], 1, " to "))
+        rows.append(row)
+    head = [f"{task}: {what}" for task, what in learn.TRANSFER_TASKS.items()]
+    return table(["", *head], rows)
+
+
+def chain_table(kept):
+    """Success on the skills' own task, and after every stage of the chain."""
+    rows = []
+    for how, suffix in learn.CHAINS.items():
+        skills = [list(kept["own"][name + suffix].values()) for name in ("Pick", "Place")]
+        own = [mean_and_range(values, 2) for values in skills]
+        stages = [mean_and_range(stage, 2) for stage in zip(*kept["chains"][how])]
+        if len(stages) == 2:
+            own = ["", ""]  # as above
+            stages = ["–", stages[0], "–", stages[1]]
+        rows.append([how, *own, *stages])
+    head = ["", "Pick, own task", "Place, own task", "Navigate", "Pick", "Navigate", "Place"]
+    return table(head, rows)
+
+
+def far_table(kept):
+    """Success of Pick over the distance from which it starts."""
+    head = [f"{low:g}–{high:g} m" for low, high in kept["far_m"]]
+    cells = [mean_and_range(values, 2) for values in zip(*kept["far"])]
+    return table(["", *head], [["Pick with base", *cells]])
+
+
+def equal_table(kept):
+    """Shares of takeovers."""
+    rows = []
+    for size, shares in kept["found"].items():
+        rows.append([size, *(f"{100 * share:.2g} %" for share in shares.values())])
+    return table(["members", *shares], rows)
+
+
+def populations_table(*both):
+    """How many of all members and of single runs, and of the best of each four, reached what the
+    tuned rate reaches, less 2 %."""
+    columns = []
+    for kept in both:
+        tuned = np.mean([evaluated for _, evaluated in kept["tuned"]])
+        found = {"trials": str(len(kept["trials"])), "the tuned rate reaches": f"{tuned:.3g}"}
+        names = {"population": "members of populations", "alone": "runs on their own"}
+        for kind, words in names.items():
+            groups = [trial[kind] for trial in kept["trials"]]
+            ends = [evaluated for group in groups for _, evaluated in group]
+            best = [max(group)[1] for group in groups]  # by its training
+            all_well = sum(end >= 0.98 * tuned for end in ends)
+            best_well = sum(end >= 0.98 * tuned for end in best)
+            shown = ", ".join(f"{end:.3g}" for end in best)
+            found[f"reached: {words}"] = f"{all_well} of {len(ends)}"
+            found[f"reached: the best of four {words}"] = f"{best_well} of {len(best)} ({shown})"
+        columns.append(found)
+    rows = [[name, *(column[name] for column in columns)] for name in columns[0]]
+    return table(["", *learn.POPULATIONS], rows)
+
+
+# ------------------------------------------------------------------------------------------ Speed
+
+
+def ratios(rounds, name, base, what="sps"):
+    """A variant's number beside another one's, in each round."""
+    return [results[name][what] / results[base][what] for results in rounds]
+
+
+def samplers_table(kept):
+    """Steps per second of every sampler, beside lock-step and beside what the workload allows."""
+    rows = []
+    for workload, measured in kept["found"]["workloads"].items():
+        rounds = measured["rounds"]
+        sps = [spread([results[mode]["sps"] for results in rounds]) for mode in SAMPLERS]
+        over_sync = [spread(ratios(rounds, mode, "sync"), 2) for mode in SAMPLERS]
+        shares = []
+        for mode in SAMPLERS:
+            share = [results[mode]["sps"] / results[mode]["bound"] for results in rounds]
+            shares.append(spread(share, 2))
+        rows.append([f"{workload}: steps/s", *sps])
+        rows.append([f"{workload}: ratio to `sync`", *over_sync])
+        rows.append([f"{workload}: share of its bound", *shares])
+    return table(["", *in_code(SAMPLERS)], rows)
+
+
+def feed_forward_table(kept):
+    """The same with the LSTM and without, in the same rounds."""
+    (measured,) = kept["found"]["workloads"].values()
+    rounds = measured["rounds"]
+    networks = "", " feed-forward"  # behind the name of the mode
+    rows = []
+    for mode in (mode for mode in SAMPLERS if mode in rounds[0]):
+        row = [f"`{mode}`"]
+        row += [spread([results[mode + end]["sps"] for results in rounds]) for end in networks]
+        row += [spread(ratios(rounds, mode + end, "sync" + end), 2) for end in networks]
+        rows.append(row)
+    head = ["steps/s with the LSTM", "without", "ratio to `sync` with the LSTM", "without"]
+    return table(["", *head], rows)
+
+
+def latency_table(kept):
+    """What is left of the rate that the simulators' sleeping allows."""
+    head = ["simulators that sleep 20 ms a step", "share of what the sleeping allows"]
+    share = spread(kept["found"]["share_of_bound"], 3)
+    return table(head, [["16, with pointnav's network", share]])
+
+
+PARTS = {  # words, digits
+    "env_step_ms": ("alone: a step of one environment, ms", 3),
+    "forward_ms": ("alone: the policy's part of a step, ms", 3),
+    "learn_ms": ("alone: learning from a step, ms", 3),
+    "loop_waiting_ms": ("in the loop: waiting, ms a step", 3),
+    "loop_inference_ms": ("in the loop: inference, ms a step", 3),
+    "loop_learning_ms": ("in the loop: learning, ms a step", 3),
+    "rate": ("the loop: steps/s", 0),
+    "share": ("as a share of 1 / (environment / cores + policy + learning)", 2),
+    "arrange_ms": ("arranging a rollout into packed mini-batches, all epochs: ms", 2),
+}
+
+
+def parts_table(kept):
+    """Where the time of a step goes."""
+    rows = []
+    for key, (words, digits) in PARTS.items():
+        rows.append([words, spread([found[key] for found in kept["found"]], digits)])
+    return table(["of training pointnav", "median (range)"], rows)
+
+
+def ranks_table(kept):
+    """Speed-ups over one rank of real runs."""
+    rows = []
+    for mode, by_ranks in kept["found"].items():
+        sps = {ranks: np.array([run["sps"] for run in runs]) for ranks, runs in by_ranks.items()}
+        one = sps.pop("1").mean()
+        speedups = [spread(rates / one, 2) for rates in sps.values()]
+        rows.append([", ".join(in_code(mode.split())), f"1 = {one:.1f} steps/s", *speedups])
+    return table(["ranks", *by_ranks], rows)
+
+
+def scaling_table(kept):
+    """Speed-ups over one rank, of simulators that differ."""
+    rows = []
+    for mode, by_ranks in kept["found"]["heterogeneous"].items():
+        speedups = [f"{at['speedup']:.3g}" for at in by_ranks.values()]
+        rows.append([", ".join(in_code(mode.split())), *speedups])
+    return table(["ranks", *by_ranks], rows)
+
+
+def by_trainer(kept):
+    """Steps per second of each round: (trainer, variant) -> list."""
+    sps = {}
+    for run in kept["found"]["runs"]:
+        sps.setdefault((run["trainer"], run["variant"]), []).append(run["sps"])
+    return sps
+
+
+def peers_table(kept):
+    """Steps per second of every trainer, and how many times as fast ver_ppo.py is."""
+    ours = np.array(by_trainer(kept)["ver", "default"])
+    rows = []
+    for (trainer, variant), sps in by_trainer(kept).items():
+        name = f"{draw.TRAINERS[trainer]}, {variant}"
+        rows.append([name, spread(sps), spread(ours / sps, 2)])
+    head = ["trainer", "steps/s: median (range)", "the default is … times as fast"]
+    return table(head, rows)
+
+
+def gpu_table(kept):
+    """What every variant does on a GPU."""
+    rows = []
+    for variant, found in kept["found"].items():
+        row = [variant]
+        for name, form in {"sps": ",.0f", "collecting": ".2f", "learning": ".2f"}.items():
+            row.append(f"{found[name]:{form}}" if found.get(name) is not None else "–")
+        row.append(f"{found['memory_mib']:,.0f}" if "memory_mib" in found else "–")
+        log_prob = f"{found['log_prob']:.0e} ({found['approx_kl']:.0e})"
+        rows.append([*row, log_prob if "log_prob" in found else "–"])
+    head = ["steps/s", "collecting", "learning", "memory, MiB", "difference (KL)"]
+    return table(["", *head], rows)
+
+
+# ------------------------------------------------------------------------------------------ Pages
+
+
+def with_footer(make, *names):
+    """A table of what these files hold, and where it is from."""
+    every = [draw.load_result(name) for name in names]
+    files = {}
+    for name, kept in zip(names, every):
+        where = f"By `{kept['command']}` at commit {kept['commit']}, {kept['date']}, on "
+        where += f"{kept['machine']}, Python {kept['python']}"
+        files.setdefault(where, []).append(f"results/{name}.json")
+    footer = " ".join(f"{where} ({' and '.join(found)})." for where, found in files.items())
+    return [*make(*every), "", footer]
+
+
+OF_FILES = {  # name: what makes the table, of which files
+    "efficiency": (efficiency_table, "efficiency"),
+    "transfer": (transfer_table, "transfer"),
+    "chain": (chain_table, "rearrange"),
+    "far": (far_table, "rearrange"),
+    "equal": (equal_table, "equal"),
+    "evolution": (populations_table, *(f"evolution-{task}" for task in learn.POPULATIONS)),
+    "samplers": (samplers_table, "samplers"),
+    "feed-forward": (feed_forward_table, "feed-forward"),
+    "latency": (latency_table, "latency"),
+    "parts": (parts_table, "parts"),
+    "ranks": (ranks_table, "ranks"),
+    "scaling": (scaling_table, "scaling"),
+    "peers": (peers_table, "peers"),
+    "peers-computes": (peers_table, "peers-computes"),
+    "peers-sleeps": (peers_table, "peers-sleeps"),
+}
+if (draw.RESULTS / "gpu.json").exists():
+    OF_FILES["gpu"] = (gpu_table, "gpu")
+LEARNED = {"learned": tasks_table, "commands": commands, "published": published_table}
+
+
+def make_table(name):
+    """The text of a table."""
+    lines = LEARNED[name]() if name in LEARNED else with_footer(*OF_FILES[name])
+    return "\n".join(lines) + "\n"
+
+
+def write_tables(text):
+    """The text of a page, with everything between marks made anew."""
+    return MARKS.sub(lambda found: found[1] + make_table(found[2]) + found[3], text)
+
+
+def check_tables():
+    """What is wrong with the pages: tables without a place or with several, unknown ones, and pages
+    that would change."""
+    texts = {page: page.read_text() for page in PAGES}
+    marks = [name for text in texts.values() for _, name, _ in MARKS.findall(text)]
+    wrong = []
+    for name in sorted({*LEARNED, *OF_FILES, *marks}):
+        if name not in {*LEARNED, *OF_FILES}:
+            wrong.append(f"{name}: there is no such table")
+        elif marks.count(name) != 1:
+            wrong.append(f"{name}: {marks.count(name)} places in the pages")
+    if not wrong:
+        changed = [page for page, text in texts.items() if write_tables(text) != text]
+        wrong = [f"{page}: would change; run tables.py" for page in changed]
+    return wrong
+
+
+# --------------------------------------------------------------------------------------- Pictures
+
+
+def draw_pictures():
+    """All pictures of the pages that are drawn, but those of a run."""
+    costs = {"inference_sec": 0.05, "learning_sec": 3.0}
+    learned = {"depth camera": "pointnav", "blind": "pointnav-blind"}
+    learned = {label: draw.load_result(task) for label, task in learned.items()}
+    transfer = draw.load_result("transfer")["runs"]
+    decisions = draw.load_result("evolution-CartPole-v1")["trials"][0]["decisions"]
+    figures = {
+        "whole": draw.whole(),
+        "timeline": draw.compare_samplers(draw.step_times(4, 0.4, 0.6), 8, 3, **costs, height=6.0),
+        "pointnav": draw.learning_curves(learned),
+        "peers": draw.trainer_bars(by_trainer(draw.load_result("peers"))),
+        "scaling": draw.scaling_curves(draw.load_result("scaling")["found"]),
+        "transfer": draw.transfer_curves(transfer, learn.TRANSFER_TASKS),
+        "chain": draw.chain_and_distance(draw.load_result("rearrange")),
+        "sample_efficiency": draw.efficiency_curves(draw.load_result("efficiency")["found"]),
+        "population": draw.evolution(decisions),
+    }
+    for name, figure in figures.items():
+        figure.savefig(PICTURES / f"{name}.png", dpi=90)
+
+
+def film(run):
+    """Three far goals of validation episodes, reached by the agent of this run folder: its camera,
+    and its way on the floor plan, at every third step."""
+    policy, options = play.load_policy(run)
+    env = ver_ppo.make_env(options, "val").unwrapped
+    figure, (eye, plan) = plt.subplots(1, 2, figsize=(6.4, 3.2), layout="constrained")
+    frames = []
+    found = 0
+    for number in itertools.count():
+        moments = []  # of an episode: what the agent sees, the heading, the path so far
+        for one in play.play(policy, env, ver_ppo.derive_seed(1, 1, 0, number)):
+            moments.append((one.observe()["depth"], one.heading, len(one.path)))
+        if not env.info["success"] or env.start_geodesic < 7:
+            continue
+        path = env.path
+        for depth, heading, length in [*moments[::3], *[moments[-1]] * 6]:
+            env.path = path[:length]
+            draw.moment(eye, plan, env, depth, heading)
+            figure.canvas.draw()
+            picture = Image.fromarray(np.asarray(figure.canvas.buffer_rgba())).convert("RGB")
+            frames.append(picture.quantize(128, Image.Quantize.MAXCOVERAGE))
+        found += 1
+        if found == 3:
+            break
+    more = {"save_all": True, "append_images": frames[1:], "duration": 100, "loop": 0}
+    frames[0].save(PICTURES / "agent.gif", optimize=True, **more)
+
+
+def curves(run):
+    """Distance to the goal, and success and SPL, against steps."""
+    found = harness.Trained(run).curves
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3), layout="constrained")
+    for axis, names in zip(axes, (("distance_to_goal",), ("success", "spl"))):
+        for line, name in zip(draw.LINES, names):
+            steps, values, _ = found[f"metrics/{name}"]
+            axis.plot(steps / 1e6, values, linestyle=line, lw=1.2, label=draw.in_words(name))
+        axis.set(xlabel="million steps", ylim=(0, None))
+        axis.legend(frameon=False)
+    axes[0].set(ylabel="m at the end of an episode")
+    figure.suptitle("Habitat: mean of the last 100 training episodes")
+    figure.savefig(PICTURES / "habitat.png", dpi=100)
+
+
+if __name__ == "__main__":
+    parser = harness.command_line(__doc__)
+    parser.add_argument("what", nargs="?", choices=("film", "curves"))
+    parser.add_argument("run", nargs="?", help="a run folder, for film and curves")
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    args = parser.parse_args()
+    matplotlib.use("Agg")
+    draw.setup()
+    if args.what:
+        {"film": film, "curves": curves}[args.what](args.run)
+    elif args.check:
+        wrong = check_tables()
+        print(*(wrong or ["the tables are up to date"]), sep="\n")
+        sys.exit(bool(wrong))
+    else:
+        draw_pictures()
+        for page in PAGES:
+            page.write_text(write_tables(page.read_text()))
