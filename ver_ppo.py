@@ -2059,7 +2059,8 @@ class Run:
         postfix = {word: f"{logs[tag]:.3g}" for word, tag in shown.items() if tag in logs}
         self.bar.set_postfix(postfix, refresh=False)
         self.bar.update(self.step - self.bar.n)
-        self.write_scalars(logs)
+        if self.folder:  # of ranks, the first has one
+            self.write_scalars(logs)
         if self.step - self.saved_step >= self.options.checkpoint_interval:
             self.save()
 

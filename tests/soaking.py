@@ -33,7 +33,7 @@ def train(args, account):
 
     def update_and_note(policy, optimizer, rollout, *more):
         logs = ppo_update(policy, optimizer, rollout, *more)
-        new = slice(rollout.size)
+        new = slice(rollout.rows)
         numbers = number_of(rollout.obs["number"][new].numpy())
         made_up = rollout.step_sec[new] == 0.0
         with open(account, "ab") as file:
@@ -193,13 +193,13 @@ def one_part(args, account, seconds, environ):
     return "".join(said), process.returncode, until_stopped, left
 
 
-def list_arguments(num_envs, num_steps, runs):
+def list_arguments(num_envs, num_steps, runs, more):
     """The command line of the run's first part."""
     words = f"--env-id tests.faulty_envs:Numbered-v0 --num-envs {num_envs} --num-steps {num_steps}"
     words += f" --num-workers {num_envs} --total-timesteps {10**8} --checkpoint-interval {10**8}"
     words += " --eval-episodes 0 --debug --max-worker-restarts 100000 --env-timeout 3"
     words += " --hidden-size 32 --update-epochs 4 --ent-coef 0"
-    return [*words.split(), "--runs-dir", str(runs)]
+    return [*words.split(), *more.split(), "--runs-dir", str(runs)]
 
 
 def check_leaks(samples, left):
@@ -215,8 +215,8 @@ def check_leaks(samples, left):
     return found, [f"something leaks: {found}"] * bool(left or grown)
 
 
-def soak(minutes, part_minutes, death_sec, hang_sec, num_envs, folder, say):
-    """The whole run. Returns a list of what went wrong, the account, and the run folder."""
+def soak(minutes, part_minutes, death_sec, hang_sec, num_envs, folder, say, more=""):
+    """The whole run, with `more` options. Returns a list of what went wrong, the account, and the run folder."""
     books = folder / "books"
     runs = folder / "runs"
     num_steps = 64
@@ -226,7 +226,7 @@ def soak(minutes, part_minutes, death_sec, hang_sec, num_envs, folder, say):
         "NUMBERED_DEATH_SEC": str(death_sec * num_envs),
         "NUMBERED_HANG_SEC": str(hang_sec * num_envs),
     }
-    args = list_arguments(num_envs, num_steps, runs)
+    args = list_arguments(num_envs, num_steps, runs, more)
     shared_before = set(os.listdir("/dev/shm"))
     trial = ver_ppo.derive_seed(False, 1, 0, ver_ppo.TRIAL + 1)  # of --seed 1
     read = set()

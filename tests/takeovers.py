@@ -1,5 +1,5 @@
 """How often members of a population take over from each other although they are equal: a
-simulation, of which test_population.py looks at a part and benchmarks/evolution.py at all."""
+simulation, of which test_population.py looks at a part and benchmarks/learn.py at all."""
 
 import numpy as np
 

@@ -272,8 +272,8 @@ def test_the_simulator_is_said_once(monkeypatch, capsys, where):
 
 @pytest.mark.parametrize("env_id", ["tests.envs:Count-v0", "tests.envs:Autoreset-v0"])
 def test_resets(env_id):
-    """The start is a truncated step (a placeholder). At a truncation the final observation is kept apart and the
-    row holds the next episode's first; an autoreset wrapper changes nothing."""
+    """The start is a truncated step (a placeholder). At a truncation the final observation is kept
+    apart and the row holds the next episode's first; an autoreset wrapper changes nothing."""
     environment, io = make_environment(env_id)
     environment.answer()
     assert io.first[0]

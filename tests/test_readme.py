@@ -8,7 +8,6 @@ import subprocess
 import sys
 
 import pytest
-import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import ver_multigpu
@@ -21,7 +20,9 @@ PAGES = {
     for path in ("README.md", "notebooks/MANUAL.md", "notebooks/README.md")
 }
 README, MANUAL, _ = PAGES.values()
-COMMANDS = re.findall(r"^ {4}((?:pip|python|torchrun|tensorboard) .*)", README + MANUAL, re.M)
+# those of the six examples are run in test_examples.py
+OTHERS = re.sub(r"\n#### Six examples\n.*?(?=\n#{1,4} )", "", README + MANUAL, flags=re.S)
+COMMANDS = re.findall(r"^ {4}((?:pip|python|torchrun|tensorboard) .*)", OTHERS, re.M)
 RUN = [
     command for command in COMMANDS if not re.search("# not run by the tests|-m pytest", command)
 ]
@@ -203,20 +204,3 @@ def test_as_a_library(tmp_path):
     assert done.returncode == 0, done.stderr
     # CartPole's shortest episodes
     assert float(done.stdout.strip().splitlines()[-1]) >= 8, done.stdout
-
-
-def test_own_core(tmp_path, monkeypatch):
-    """The manual's GRU works by the option beside it, trains, and its two ways to compute are
-    one."""
-    (tmp_path / "gru.py").write_text(re.search(r"```python\n(from torch.*?)```", MANUAL, re.S)[1])
-    monkeypatch.syspath_prepend(tmp_path)
-    args = ["--policy", "gru:GRUPolicy", "--env-id", "CartPole-v1", "--num-workers", "0", "--debug"]
-    assert ver_ppo.main([*args, "--runs-dir", str(tmp_path / "runs"), *SHORT]) == 0
-    core = ver_ppo.load("gru:GRU")(5, 8)
-    x_MF, state_Q = torch.randn(7, 5), torch.randn(3, 1, 8)
-    batch_sizes = torch.tensor([3, 2, 2])
-    stepped, state = [], state_Q
-    for x_BF in x_MF.split(batch_sizes.tolist()):
-        out_BH, state = core.step(x_BF, state[: len(x_BF)])
-        stepped.append(out_BH)
-    torch.testing.assert_close(core.sequences(x_MF, state_Q, batch_sizes), torch.cat(stepped))

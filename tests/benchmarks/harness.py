@@ -146,6 +146,11 @@ class Trained:
         """Mean of a tag's values in the updates after `first`."""
         return float(self.curves[tag][1, first:].mean())
 
+    def per_step(self, tag):
+        """The same of what is logged of a whole update, for one of its steps."""
+        steps, _, _ = self.curves[tag]
+        return self.mean(tag) / float(np.diff(steps).mean())
+
     def last(self, tag):
         """The last value of a tag; 0 if there is none."""
         return float(self.curves[tag][1, -1]) if tag in self.curves else 0.0

@@ -1,0 +1,395 @@
+"""How many steps per second ver_ppo.py trains at, and what its parts cost. On an idle machine.
+
+    speed.py samplers                     every sampler (table 1 of the VER paper); an hour
+    speed.py feed-forward                 with the LSTM and without (table A2); 15 minutes
+    speed.py latency --checkpoint FILE    collecting beside what 16 simulators' sleeping allows; a
+                                          minute
+    speed.py parts --checkpoint FILE      where the time of a step goes; three minutes
+    speed.py workers                      what --num-workers auto chooses beside other numbers; five
+                                          minutes
+    speed.py habitat --data FOLDER        beside habitat-baselines' own VER trainer, on one scene;
+                                          half an hour
+    speed.py versions --variant "FOLDER ARGUMENTS" --variant ...
+                                          the ver_ppo.py of these folders, by turns
+
+16 environments, T = 128. The learning rate is close to 0, so that episodes keep their length. FILE
+is the checkpoint.pt of a run of `pointnav`. A round is every variant once, each a process of its
+own; its rate is that from the end of the fifth update to the end of the last one, learning and
+logging included.
+
+a  rearrangement: 16 simulators that sleep 20 ms a step, as unevenly as the paper's: `sync` keeps
+   0.39 of the rate that it has when they are even, `nover` comes to 1 / 1.31 of `ver`
+b  navigation: milder, 10 ms
+c  the built-in PointNav without sleeping: the CPU does everything
+d  CartPole-v1, with --num-workers 0, which suits cheap environments, and with workers
+
+The bound of a workload is, without overlap, 1 / (c + l), with overlap 1 / max(c, l), of the seconds
+per step of collecting, c, and learning, l, the fastest of the round. a, b: c is the mean time of a
+simulator's step in `ver`, sleep and all, / 16. c, d: environment / cores + policy, each measured
+alone in every round; with overlap all share the cores, so a step takes at least (environment +
+policy + learning on one thread) / cores.
+habitat: needs habitat-baselines in this Python, and in FOLDER datasets/pointnav/SCENE/v1 and
+scene_datasets. 4 environments, 128 x 128 depth, T = 32, hidden size 512. The agents have no stop
+action, so every episode takes 100 steps: untrained ones stop after two to four, and a reset takes
+as long as four steps.
+"""
+
+import functools
+import itertools
+import re
+import shlex
+import sys
+import tempfile
+import time
+from datetime import datetime
+
+import harness
+import numpy as np
+import torch
+from harness import SAMPLERS, ver_ppo
+
+from notebooks.environments import pointnav
+from notebooks.environments.habitat import QUIET, override_lines
+
+CORES = ver_ppo.count_cores()
+NUM_ENVS = 16
+ROLLOUT_STEPS = NUM_ENVS * 128
+COMMON = "--num-envs 16 --num-steps 128 --device cpu --eval-episodes 0"
+STILL = f"{COMMON} --learning-rate 1e-6"
+WORKLOADS = {
+    "a rearrangement": "--env-id simulators:Rearrangement-v0 --num-workers 16 --update-epochs 6",
+    "b navigation": "--env-id simulators:Navigation-v0 --num-workers 16",
+    "c pointnav": f"--env-id simulators:PointNavSteady-v0 --num-workers {CORES}",
+    "d cartpole, one process": "--env-id CartPole-v1 --num-workers 0",
+    "d cartpole, workers": f"--env-id CartPole-v1 --num-workers {CORES}",
+}
+
+
+def measure(arguments):
+    """Train, and what TensorBoard's curves say of it."""
+    trained = harness.train(arguments)
+    return {
+        "sps": trained.rate(),
+        "learning_sec": trained.per_step("time/learning_sec"),
+        "learning_share": trained.mean("time/learning_share"),
+        "env_sec": trained.mean("time/env_step_ms") / 1000,
+        "lag": trained.mean("ver/policy_lag_mean"),
+    }
+
+
+def samplers(args):
+    """Every sampler on every workload."""
+    found = {}
+    for workload, own in WORKLOADS.items():
+        if workload[0] not in args.workloads:
+            continue
+        flags = f"{STILL} {own}"
+        sleeps = "simulators:" in own and "Steady" not in own
+        steps = args.rollouts * ROLLOUT_STEPS * (1 if sleeps else 4)
+        options = {mode: f"{flags} {how}" for mode, how in SAMPLERS.items()}
+        if sleeps:
+            options["sync without spread"] = options["sync"].replace("-v0", "Even-v0")
+        variants = {}
+        for name, arguments in options.items():
+            total = f"--total-timesteps {steps}"
+            variants[name] = functools.partial(measure, f"{arguments} {total}")
+        if not sleeps:
+            variants["parts"] = functools.partial(harness.apart, measure_alone, flags, NUM_ENVS)
+        rounds = harness.by_turns(variants, args.rounds)
+        for results in rounds:
+            workers = int(re.search(r"--num-workers (\d+)", own)[1])
+            add_bounds(results, min(CORES, max(1, workers)))
+        found[workload] = {"options": options, "rounds": rounds}
+        harness.keep(args, "samplers", found={"workloads": found})
+
+
+def add_bounds(results, at_once):
+    """Add each run's bound; so many environments are computed at once."""
+    runs = {name: found for name, found in results.items() if name != "parts"}
+    learning_sec = min(found["learning_sec"] for found in runs.values())
+    parts = results.get("parts")
+    for name, found in runs.items():
+        simulators = found if name.endswith("without spread") else results["ver"]
+        collecting_sec = simulators["env_sec"] / NUM_ENVS
+        core_sec = 0.0
+        if parts:
+            collecting_sec = parts["env_sec"] / at_once + parts["forward_sec"]
+            core_sec = parts["env_sec"] + parts["forward_sec"] + parts["learn_one_thread_sec"]
+            core_sec /= CORES
+        sec = collecting_sec + learning_sec
+        if name.endswith(("overlap", "async")):
+            sec = max(collecting_sec, learning_sec, core_sec)
+        found["bound"] = 1 / sec
+
+
+def feed_forward(args):
+    """Four samplers on PointNav, with the LSTM and without."""
+    variants = {}
+    for end, more in {"": "", " feed-forward": "--lstm-layers 0"}.items():
+        for mode in ("sync", "nover", "ver", "ver+overlap"):
+            flags = f"{STILL} {WORKLOADS['c pointnav']} {SAMPLERS[mode]} {more}"
+            flags += f" --total-timesteps {4 * args.rollouts * ROLLOUT_STEPS}"
+            variants[mode + end] = functools.partial(measure, flags)
+    rounds = harness.by_turns(variants, args.rounds)
+    found = {"workloads": {"c pointnav": {"rounds": rounds}}}
+    harness.keep(args, "feed-forward", found=found)
+
+
+# ----------------------------------------------------------------------------------- Parts, alone
+
+
+def measure_alone(arguments, batch, checkpoint=None):
+    """Seconds per step of what training consists of, each alone in this process: `env` on one core,
+    `forward` in batches of this size, `learn` on all cores and on one; and `arrange`, seconds of
+    packing one rollout's mini-batches."""
+    for index in range(pointnav.NUM_PLANS["train"]):
+        pointnav.floor_plan("train", index)  # made once in a whole training: no part of a step
+    with harness.collecting(f"{arguments} --num-workers 0", checkpoint) as (run, source):
+        next(source)
+        rollout = next(source)
+        learn = functools.partial(harness.learn, run, rollout)
+        found = {"env_sec": float(rollout.step_sec.mean())}
+        found["forward_sec"] = time_forward(run.policy, rollout, batch)
+        for name, threads in {"learn_one_thread_sec": 1, "learn_sec": CORES}.items():
+            torch.set_num_threads(threads)
+            found[name] = time_calls(3, learn) / rollout.rows
+        found["arrange_sec"] = time_calls(1, lambda: arrange(rollout, run.options))
+    return found
+
+
+def time_calls(number, function):
+    """Seconds of one call, the mean of `number` after one that warms up."""
+    function()
+    began_at = time.perf_counter()
+    for _ in range(number):
+        function()
+    return (time.perf_counter() - began_at) / number
+
+
+@torch.inference_mode()
+def time_forward(policy, rollout, batch):
+    """Seconds per step of the bare forward pass."""
+    obs = {key: part[:batch] for key, part in rollout.obs.items()}
+    prev_action_BA = torch.from_numpy(rollout.prev_action[:batch].copy())
+    first_B = torch.zeros(batch, dtype=torch.bool)
+
+    def forward():
+        distribution, _, _ = policy.step(obs, prev_action_BA, first_B, rollout.state[:batch])
+        distribution.log_prob(distribution.sample())
+
+    return time_calls(200, forward) / batch
+
+
+def arrange(rollout, options):
+    """Sequences and packed mini-batches of a whole update, as `ver_ppo.ppo_update` makes them."""
+    sequences = ver_ppo.find_sequences(rollout.segment, rollout.first)
+    for _ in range(options.update_epochs):
+        shuffled = [sequences[q] for q in torch.randperm(len(sequences)).tolist()]
+        for minibatch in ver_ppo.cut_minibatches(shuffled, options.num_minibatches):
+            ver_ppo.pack(minibatch)
+
+
+def parts(args):
+    """Training as a share of the bound that its parts make."""
+    flags = f"{STILL} --env-id pointnav"
+    steps = (harness.WARM_UP + args.rollouts) * ROLLOUT_STEPS
+    in_loop = f"{flags} --num-workers {CORES} --extensions 'transfer(file={args.checkpoint})'"
+    alone = harness.apart, measure_alone, flags, NUM_ENVS // 2, args.checkpoint
+    variants = {
+        "alone": functools.partial(*alone),
+        "loop": functools.partial(measure_loop, f"{in_loop} --total-timesteps {steps}"),
+    }
+    rows = []
+    for results in harness.by_turns(variants, args.rounds):
+        alone = results["alone"]
+        loop = results["loop"]
+        bound = 1 / (alone["env_sec"] / CORES + alone["forward_sec"] + alone["learn_sec"])
+        row = {
+            "env_step_ms": 1000 * alone["env_sec"],
+            "forward_ms": 1000 * alone["forward_sec"],
+            "learn_ms": 1000 * alone["learn_sec"],
+            "arrange_ms": 1000 * alone["arrange_sec"],
+            "bound": bound,
+            "rate": loop.pop("sps"),
+        }
+        row["share"] = row["rate"] / bound
+        rows.append(row | loop)
+    harness.keep(args, "parts", found=rows)
+
+
+def measure_loop(arguments):
+    """Train: steps per second, milliseconds per step of each phase, and the mean batch."""
+    trained = harness.train(arguments)
+    found = {"sps": trained.rate(), "batch": trained.mean("ver/batch_size")}
+    cycle_ms = 1000 * trained.per_step("time/cycle_sec")
+    for name in ("waiting", "inference", "learning"):
+        found[f"loop_{name}_ms"] = trained.mean(f"time/{name}_share") * cycle_ms
+    return found
+
+
+def latency(args):
+    """Steps per second of collecting as a share of what sleeping alone allows: the sum over
+    environments of 1 / mean time of a step. Each has a process of its own."""
+    sleeps = "--wrappers 'notebooks.extensions.wrappers:Latency(mean_ms=20, spread=0.8)'"
+    flags = f"{COMMON} --env-id pointnav --num-workers 16 {sleeps}"
+    shares = []
+    with harness.collecting(flags, args.checkpoint) as (_, source):
+        for rollout in itertools.islice(source, args.rounds + 1):
+            began_at, ended_at, _ = rollout.clock
+            rate = rollout.rows / (ended_at - began_at)
+            # the sleeps themselves are measured, inside the workers, in the steps of this rollout
+            bound = (np.bincount(rollout.env) / np.bincount(rollout.env, rollout.step_sec)).sum()
+            print(f"{rate:.0f} steps/s of {bound:.0f} = {rate / bound:.3f}", flush=True)
+            shares.append(rate / bound)
+    harness.keep(args, "latency", found={"share_of_bound": shares[1:]})  # one warms up
+
+
+# ----------------------------------------------------------------------------- Workers, versions
+
+SLEEP = "--wrappers 'notebooks.extensions.wrappers:Latency(mean_ms=20, spread=0)'"
+KINDS = {  # slow ones have short rollouts, to fill some
+    "CartPole-v1": "--env-id CartPole-v1",
+    "built-in pointnav": "--env-id simulators:PointNavSteady-v0",
+    "sleeps 20 ms": f"--env-id CartPole-v1 --num-steps 8 {SLEEP}",
+    "computes 20 ms": "--env-id CartPole-v1 --num-steps 8 --wrappers 'simulators:Busy(cpu_ms=20)'",
+}
+
+
+def measure_rate(arguments, seconds, **how):
+    """Steps per second of a training that lasts so long, starting included."""
+    endless = "--total-timesteps 1000000000000 --checkpoint-interval 1000000000000"
+    return {"sps": harness.train(f"{arguments} {endless}", seconds=seconds, **how).rate()}
+
+
+def workers(args):
+    """What is measured of four environments, what is chosen, and the rates of other numbers."""
+    for kind, own in KINDS.items():
+        flags = f"{STILL} {own}"
+        options = ver_ppo.parse_options(shlex.split(flags))
+        chosen, why = ver_ppo.count_workers(options, ver_ppo.describe_env(options))
+        print(f"{kind}: {why}; chosen: {chosen}", flush=True)
+        variants = {}
+        for number in dict.fromkeys([chosen, 0, CORES, NUM_ENVS]):
+            how = f"{flags} --num-workers {number}"
+            name = f"{kind}, {number} workers"
+            variants[name] = functools.partial(measure_rate, how, args.seconds)
+        harness.by_turns(variants, 1)
+
+
+def versions(args):
+    """The ver_ppo.py of several folders, by turns, the first one as the base."""
+    variants = {}
+    for text in args.variant:
+        folder, _, arguments = text.partition(" ")
+        how = arguments, args.seconds
+        variants[text] = functools.partial(measure_rate, *how, checkout=folder)
+    harness.by_turns(variants, args.rounds)
+
+
+# --------------------------------------------------------------------------------------- Habitat
+
+SENSORS = "habitat.simulator.agents.main_agent.sim_sensors"
+NETWORKS = {  # ours, habitat-baselines'
+    "cnn": ("", "PointNavBaselinePolicy"),
+    "resnet18": ("--policy resnet18", "PointNavResNetPolicy"),
+}
+ALONE = {"OMP_NUM_THREADS": "1", **QUIET}
+OURS = "--env-id pointnav --device cpu --num-envs 4 --num-steps 32 --hidden-size 512"
+OURS += " --num-minibatches 2 --eval-episodes 0 --env-kwargs simulator=habitat image_size=128"
+
+
+def habitat(args):
+    """Both networks, in interleaved rounds."""
+    path = f"{args.data}/datasets/pointnav/{args.scene}/v1/{{split}}/{{split}}.json.gz"
+    task = {
+        "habitat.dataset.data_path": path,
+        "habitat.dataset.scenes_dir": f"{args.data}/scene_datasets",
+        "habitat.environment.max_episode_steps": 100,
+        "~habitat.task.actions.stop": "",  # taken away
+    }
+    ours = {
+        "ver": "",
+        "overlap": "--extensions overlap",
+        "overlap, one worker": "--extensions overlap --num-workers 1",
+    }
+    variants = {}
+    for network, (policy, theirs) in NETWORKS.items():
+        steps = args.steps if network == "cnn" else args.steps // 3
+        variants[f"{network} baselines"] = functools.partial(measure_theirs, theirs, steps, task)
+        for name, how in ours.items():
+            flags = " ".join([OURS, *(f"'{key}={value}'" for key, value in task.items())])
+            flags += f" {policy} {how} --total-timesteps {steps}"
+            variants[f"{network} {name}"] = functools.partial(measure_ours, flags)
+    harness.keep(args, "habitat", found=harness.by_turns(variants, args.rounds))
+
+
+def measure_ours(arguments):
+    """Steps per second after the first third of the run."""
+    trained = harness.train(arguments, **ALONE)
+    updates = trained.curves["charts/learning_rate"].shape[1]
+    return {"sps": trained.rate(updates // 3)}
+
+
+def measure_theirs(policy, steps, task):
+    """The same of habitat-baselines' VER trainer, from the lines that it logs every ten updates."""
+    with tempfile.TemporaryDirectory() as folder:
+        settings = {
+            "trainer_name": "ver",
+            "num_environments": 4,
+            "rl.ppo.num_steps": 32,
+            "rl.ppo.ppo_epoch": 2,
+            "rl.ppo.num_mini_batch": 2,
+            "rl.ppo.hidden_size": 512,
+            "rl.policy.main_agent.name": policy,
+            "total_num_steps": steps,
+            "num_checkpoints": 1,
+            "load_resume_state_config": False,
+            "tensorboard_dir": f"{folder}/tb",
+            "checkpoint_folder": f"{folder}/ckpt",
+            "video_dir": f"{folder}/video",
+            "log_file": f"{folder}/log",
+        }
+        settings = {f"habitat_baselines.{name}": value for name, value in settings.items()}
+        settings["hydra.run.dir"] = folder
+        settings["habitat.simulator.habitat_sim_v0.gpu_device_id"] = -1
+        for side in ("width", "height"):
+            settings[f"{SENSORS}.depth_sensor.{side}"] = 128
+        settings[f"~{SENSORS}.rgb_sensor"] = ""
+        words = [sys.executable, "-u", "-m", "habitat_baselines.run"]
+        words += ["--config-name=pointnav/ppo_pointnav_example.yaml"]
+        said = harness.execute([*words, *override_lines(settings | task)], **ALONE)
+    marks = []
+    for day, ms, frames in re.findall(r"^(\S+ \S+),(\d+) update: .*frames: (\d+)", said, re.M):
+        marks.append((datetime.fromisoformat(day).timestamp() + int(ms) / 1000, int(frames)))
+    (began_at, first), *_, (ended_at, last) = marks[len(marks) // 3 :]
+    return {"sps": (last - first) / (ended_at - began_at)}
+
+
+BENCHMARKS = {
+    "samplers": samplers,
+    "feed-forward": feed_forward,
+    "latency": latency,
+    "parts": parts,
+    "workers": workers,
+    "habitat": habitat,
+    "versions": versions,
+}
+
+if __name__ == "__main__":
+    parser = harness.command_line(__doc__)
+    of_run = "updates of each run; the first five do not count. c, d: four times as many"
+    parser.add_argument("what", choices=BENCHMARKS)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rollouts", type=int, default=10, help=of_run)
+    parser.add_argument("--workloads", nargs="+", choices="abcd", default=list("abcd"))
+    parser.add_argument("--checkpoint", help="latency, parts: of a run of `pointnav`")
+    parser.add_argument("--seconds", type=float, default=20.0, help="workers, versions: of a run")
+    parser.add_argument("--variant", action="append", help="versions: folder and arguments")
+    parser.add_argument("--data", help="habitat: folder of scenes and episodes")
+    parser.add_argument("--scene", default="rooms_s", help="habitat")
+    parser.add_argument("--steps", type=int, default=12_000, help="habitat: of a run")
+    args = parser.parse_args()
+    for what, needed in {"parts": "checkpoint", "versions": "variant", "habitat": "data"}.items():
+        if args.what == what and not getattr(args, needed):
+            parser.error(f"give --{needed}")
+    BENCHMARKS[args.what](args)

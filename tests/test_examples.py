@@ -1,0 +1,362 @@
+"""The manual's six examples: each file, as it stands there, does by the command below it what it
+claims."""
+
+import csv
+import importlib
+import re
+import shlex
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import ver_multigpu
+import ver_ppo
+from notebooks.extensions.overlap import Overlap
+from notebooks.extensions.virtual_clock import (
+    SPEC,
+    VirtualWorkers,
+    assert_nothing_is_lost,
+    build,
+    taken,
+)
+from tests.helpers import ROOT
+
+PAGE = ROOT / "notebooks" / "MANUAL.md"
+SECTION = re.search(r"^#### Six examples\n(.*?)(?=^#{1,4} |\Z)", PAGE.read_text(), re.M | re.S)[1]
+EXAMPLES = {}  # by file name without .py: code, arguments of its command
+for part in SECTION.split("\n##### ")[1:]:
+    (name,) = re.findall(r"`(\w+)\.py`", part.splitlines()[0])
+    (code,) = re.findall(r"```python\n(.*?)```", part, re.S)
+    (command,) = re.findall(r"^ {4}python ver_ppo\.py (.*)", part.replace(code, ""), re.M)
+    EXAMPLES[name] = code, shlex.split(command)
+SIZES = "--num-envs 4 --num-steps 16 --num-minibatches 2 --hidden-size 16 --num-workers 0"
+SIZES += " --eval-episodes 2"
+SMALL = [*SIZES.split(), "--device", "cpu", "--learner-threads", "1", "--debug"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def beside(tmp_path_factory):
+    """The six files lie where Python finds them, here and in other processes."""
+    home = tmp_path_factory.mktemp("own")
+    for name, (code, _) in EXAMPLES.items():
+        (home / f"{name}.py").write_text(code)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(home)
+        yield
+    for name in EXAMPLES:
+        sys.modules.pop(name, None)
+
+
+def run(name, tmp_path, steps, *more, main=ver_ppo.main):
+    """Run an example's command, smaller, with success. Returns the run's folder."""
+    _, args = EXAMPLES[name]
+    end = ["--total-timesteps", str(steps), "--runs-dir", str(tmp_path)]
+    assert main([*args, *SMALL, *end, *more]) == 0
+    (folder,) = tmp_path.iterdir()
+    return folder
+
+
+def resume(folder, steps):
+    """Go on, by no more than the folder."""
+    assert ver_ppo.main(["--resume", str(folder), "--total-timesteps", str(steps)]) == 0
+
+
+def saved(folder):
+    return ver_ppo.load_checkpoint(folder / "checkpoint.pt")
+
+
+def curves(folder):
+    """All that TensorBoard has: {tag: [(step, value), ...]}."""
+    events = EventAccumulator(str(folder)).Reload()
+    return {
+        tag: [(event.step, event.value) for event in events.Scalars(tag)]
+        for tag in events.Tags()["scalars"]
+    }
+
+
+def example_policy(name, policy_class, **arguments):
+    """A policy of an example for the virtual clock's environments, and a batch of what it
+    collected, episodes' ends included."""
+    ends = {
+        (e, t): "truncated" if e % 2 else "terminated"
+        for e in range(4)
+        for t in range(3 + e, 90, 5)
+    }
+    workers = VirtualWorkers(4, lambda e, step: 1 + e * 0.37, lambda e, step: ends.get((e, step)))
+    made = getattr(importlib.import_module(name), policy_class)
+    policy, rollout, c = build(
+        workers, 4, 16, lambda spec, options: made(spec, options, **arguments)
+    )
+    c.collect(rollout)
+    ver_ppo.add_returns(rollout, c.options)
+    sequences = ver_ppo.find_sequences(rollout.segment, rollout.first)
+    order = torch.randperm(len(sequences)).tolist()
+    minibatch = ver_ppo.cut_minibatches([sequences[q] for q in order], 2)[0]
+    batch = ver_ppo.make_batch(rollout, minibatch) | {"scale": 1.0}
+    return policy, rollout, minibatch, batch
+
+
+def test_there_are_six():
+    """Each is short, and its command names it."""
+    assert len(EXAMPLES) == 6
+    for name, (code, args) in EXAMPLES.items():
+        assert len(code.splitlines()) <= 30 and max(map(len, code.splitlines())) <= 100, name
+        assert any(f"{name}:" in word for word in args), name
+
+
+def test_logger(tmp_path):
+    """It has every number that TensorBoard has; a resumed run goes on behind them."""
+    folder = run("csv_log", tmp_path, 192)
+    before = (folder / "all.csv").read_text()
+    resume(folder, 320)
+    after = (folder / "all.csv").read_text()
+    assert after.startswith(before) and len(after) > len(before)
+    found = {}
+    for step, tag, value in csv.reader(after.splitlines()):
+        found.setdefault(tag, []).append(
+            (int(step), pytest.approx(float(value), rel=1e-5, nan_ok=True))
+        )
+    assert curves(folder) == found
+    assert [step for step, _ in found["losses/policy_loss"]] == [64, 128, 192, 256, 320]
+    assert [step for step, _ in found["eval/return"]] == [192, 320]
+
+
+def test_optimizer(tmp_path):
+    """Muon has a momentum for each matrix, Adam its own state for all else; both follow the
+    schedule; everything moves; a resumed run goes on with these states."""
+    folder = run("muon", tmp_path, 192)
+    first = saved(folder)
+    _, policy = ver_ppo.build(ver_ppo.parse_options(["--resume", str(folder)]))
+    learned = {name for name, weight in policy.named_parameters() if weight.requires_grad}
+    moved = {
+        name
+        for name, weight in policy.named_parameters()
+        if not torch.equal(weight, first["policy"][name])
+    }
+    assert learned <= moved
+    matrices = {
+        name
+        for name in learned
+        if name.startswith(("encoders.", "core.")) and policy.get_parameter(name).ndim == 2
+    }
+    assert len(matrices) == 4  # of the vector's encoder, and of the LSTM
+    states = list(first["optimizer"]["state"].values())
+    assert sum("momentum_buffer" in state for state in states) == len(matrices)
+    assert sum("exp_avg" in state for state in states) == len(learned) - len(matrices)
+    rate = 2e-3 * 0.5 * (1 + np.cos(np.pi * 128 / 192))
+    assert [group["lr"] for group in first["optimizer"]["param_groups"]] == pytest.approx(
+        [rate, rate]
+    )
+    resume(folder, 320)
+    for content, updates in ((first, 3), (saved(folder), 5)):
+        steps = [
+            int(state["step"])
+            for state in content["optimizer"]["state"].values()
+            if "step" in state
+        ]
+        assert set(steps) == {updates * 2 * 2}  # --update-epochs, --num-minibatches
+
+
+def test_optimizer_is_both(tmp_path):
+    """It does what Muon and Adam would do apart, also after it was written and read. Another
+    optimizer's state is refused."""
+    policies = [ver_ppo.Policy(SPEC, ver_ppo.Options(hidden_size=8)) for _ in range(2)]
+    policies[1].load_state_dict(policies[0].state_dict())
+    both = [dict(policy.named_parameters()) for policy in policies]
+    names = [
+        name
+        for name in both[0]
+        if name.startswith(("encoders.", "core.")) and both[0][name].ndim == 2
+    ]
+    fast = torch.optim.Muon(
+        [both[1][name] for name in names], lr=2e-3, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"
+    )
+    adam = torch.optim.Adam(
+        [weight for name, weight in both[1].items() if name not in names], lr=2e-3, eps=1e-5
+    )
+    make = importlib.import_module("muon").Muon.make_optimizer
+    together = make(SimpleNamespace(policy=policies[0], options=ver_ppo.Options()))
+    for step in range(4):
+        for group in (*together.param_groups, *fast.param_groups, *adam.param_groups):
+            group["lr"] = 2e-3 / (1 + step)
+        for one, two in zip(policies[0].parameters(), policies[1].parameters()):
+            if one.requires_grad:
+                one.grad = torch.randn_like(one)
+                two.grad = one.grad.clone()
+        together.step()
+        fast.step()
+        adam.step()
+        for name in both[0]:
+            assert torch.equal(both[0][name], both[1][name]), (step, name)
+        if step == 1:
+            torch.save(together.state_dict(), tmp_path / "state.pt")
+            together = make(SimpleNamespace(policy=policies[0], options=ver_ppo.Options()))
+            together.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    together.zero_grad()
+    assert all(weight.grad is None for weight in policies[0].parameters())
+    usual = torch.optim.Adam(policies[0].parameters())
+    for one, two in ((usual, together), (together, usual)):
+        with pytest.raises(ValueError, match="different number of parameter groups"):
+            one.load_state_dict(two.state_dict())
+
+
+def test_sampler():
+    """A rollout ends with the very step that is the T-th of half of the environments; nothing is
+    lost."""
+    num_envs, num_steps = 6, 8
+    seconds = np.random.default_rng(3).lognormal(0, 0.8, (num_envs, 997))
+    workers = VirtualWorkers(num_envs, lambda e, step: seconds[e, step] * (1 + e % 3))
+    policy, rollout, usual = build(workers, num_envs, num_steps)
+    workers_io = policy, workers, workers.io
+    c = importlib.import_module("half").HalfDone(*workers_io, SPEC, usual.options)
+    rollouts = []
+    for c.version in range(8):
+        c.collect(rollout)
+        ver_ppo.check_rollout(rollout, c.version)
+        env = rollout.complete["env"]
+        done = [
+            (np.bincount(env[:rows], minlength=num_envs) >= num_steps).sum()
+            for rows in (len(env), len(env) - 1)
+        ]
+        assert done == [3, 2] and len(env) < rollout.capacity
+        rollouts.append(taken(rollout))
+    assert_nothing_is_lost(c, rollouts)
+    c.given_N[:] = 0
+    assert not c.is_full(rollout)
+    rollout.rows = rollout.capacity
+    assert c.is_full(rollout)  # by fast environments alone
+    rollout.rows = 0
+    c.enough = lambda rows: True
+    assert c.is_full(rollout)  # after a signal
+
+
+SLOW = [
+    "--num-workers",
+    "2",
+    "--wrappers",
+    "notebooks.extensions.wrappers:Latency(mean_ms=1, spread=2.0)",
+]
+
+
+@pytest.mark.parametrize("who", ["overlap", "rank"])
+def test_sampler_in_a_run(who, tmp_path):
+    """In its command, which overlaps, and in ranks that are not preempted: updates have half of S
+    steps at least, and rarely all of them."""
+    options = SLOW + ["--env-kwargs", "image_size=16"]
+    if who == "rank":
+        options += ["--extensions", "half:Half", "--preemption", "none"]
+    main = ver_multigpu.main if who == "rank" else ver_ppo.main
+    found = curves(run("half", tmp_path, 500, *options, main=main))
+    steps = np.diff([0, *(step for step, _ in found["losses/policy_loss"])])
+    assert (steps >= 32).all() and (steps <= 64).all() and (steps < 64).mean() > 0.5, steps
+    assert max(value for _, value in found["ver/steps_per_env_max"]) >= 16
+    assert max(value for _, value in found["ver/policy_lag_max"]) >= (who == "overlap")
+
+
+def test_sampler_with_others(tmp_path, capsys):
+    """Before or behind `overlap` is the same. Ranks that preempt refuse it."""
+    for extensions in (("half:Half", "overlap"), ("overlap", "half:Half")):
+        run_class = ver_ppo.extend(ver_ppo.Run, ver_ppo.Options(extensions=extensions))
+        assert (
+            run_class.collector_class.__name__ == "HalfDone"
+            and run_class.rollouts is Overlap.rollouts
+        )
+    assert (
+        ver_multigpu.main(["--extensions", "half:Half", "--runs-dir", str(tmp_path), *SMALL]) == 2
+    )
+    assert "--preemption optimal: must be none" in capsys.readouterr().err
+
+
+def test_auxiliary_loss():
+    """It compares what a slow loop over the sequences compares. What begins an episode is never
+    guessed."""
+    policy, rollout, minibatch, batch = example_policy("foresight", "Foresight", weight=0.5)
+    core_MH = torch.randn(len(batch["step"]), 8)
+    found = policy.auxiliary_loss(None, core_MH, batch)
+    place = {row: m for m, row in enumerate(batch["step"].tolist())}
+    errors = []
+    for sequence in minibatch:
+        for row, later in zip(sequence, sequence[1:]):
+            between = rollout.env[row + 1 : later] == rollout.env[row]
+            assert rollout.env[row] == rollout.env[later] and not between.any()
+            assert not rollout.done[row] and not rollout.first[later]
+            action = policy.embed(torch.from_numpy(rollout.action[[row]]), torch.tensor([False]))
+            guess = policy.guess(torch.cat([core_MH[[place[row]]], action], dim=1))
+            errors.append((guess[0] - rollout.obs["obs"][later]) ** 2)
+    assert 0 < len(errors) < len(place)
+    torch.testing.assert_close(found, 0.5 * torch.stack(errors).mean())
+    first_M = batch["first"]
+    assert first_M.any() and not first_M.all()
+    for other, same in ((first_M, True), (~first_M, False)):
+        changed = batch | {"obs": {"obs": batch["obs"]["obs"] + 100.0 * other[:, None]}}
+        assert torch.equal(policy.auxiliary_loss(None, core_MH, changed), found) == same
+
+
+def test_auxiliary_loss_of_single_steps():
+    """Where no step has a next one, it is 0, and all ranks have gradients alike."""
+    policy, _, _, batch = example_policy("foresight", "Foresight")
+    single = {name: batch[name][:2] for name in ("action", "first")} | {
+        "obs": {"obs": batch["obs"]["obs"][:2]}
+    }
+    loss = policy.auxiliary_loss(
+        None, torch.randn(2, 8), single | {"batch_sizes": torch.tensor([2])}
+    )
+    loss.backward()
+    assert loss == 0 and not policy.guess.weight.grad.any()
+
+
+def test_auxiliary_loss_in_a_run(tmp_path):
+    """It falls (from the second update on: the first rollout is not normalized)."""
+    losses = [value for _, value in curves(run("foresight", tmp_path, 1280))["losses/auxiliary"]]
+    assert 0 < np.mean(losses[-5:]) < 0.6 * np.mean(losses[1:4]), losses
+
+
+def test_core(tmp_path):
+    """It trains, and its two ways to compute are one."""
+    run("gru", tmp_path, 128)
+    core = ver_ppo.load("gru:GRU")(5, 8)
+    x_MF, state_Q = torch.randn(7, 5), torch.randn(3, 1, 8)
+    batch_sizes = torch.tensor([3, 2, 2])
+    stepped, state = [], state_Q
+    for x_BF in x_MF.split(batch_sizes.tolist()):
+        out_BH, state = core.step(x_BF, state[: len(x_BF)])
+        stepped.append(out_BH)
+    torch.testing.assert_close(core.sequences(x_MF, state_Q, batch_sizes), torch.cat(stepped))
+
+
+def test_critic():
+    """Values move the critic's network alone, and actions the rest; acting and learning find the
+    same values."""
+    policy, rollout, _, batch = example_policy("own_critic", "OwnCritic")
+    distribution, value_M, _ = ver_ppo.run_sequences(policy, batch)
+    np.testing.assert_allclose(value_M.detach(), rollout.value[batch["step"]], rtol=1e-4, atol=1e-5)
+    both = {name: weight for name, weight in policy.named_parameters() if weight.requires_grad}
+    values = torch.autograd.grad(
+        value_M.square().sum(), both.values(), retain_graph=True, allow_unused=True
+    )
+    chances = distribution.log_prob(batch["action"]).sum()
+    actions = torch.autograd.grad(chances, both.values(), allow_unused=True)
+    for name, of_value, of_action in zip(both, values, actions):
+        assert (of_value is not None) == name.startswith("critic"), name
+        assert (of_action is not None) == (not name.startswith("critic")), name
+        assert (of_value if of_action is None else of_action).any(), name
+
+
+def test_critic_in_a_run(tmp_path):
+    """Its network learns, in the units of returns, and the statistics of its encoders are those of
+    the actor's."""
+    folder = run("own_critic", tmp_path, 192)
+    weights = saved(folder)["policy"]
+    _, policy = ver_ppo.build(ver_ppo.parse_options(["--resume", str(folder)]))
+    for name in ("critic_encoders.0.layers.0.weight", "critic_layer.weight", "critic.weight"):
+        assert not torch.equal(policy.get_parameter(name), weights[name]), name
+    assert weights["critic.scale"] > 1
+    for name in ("rollouts", "mean_C", "variance_C"):
+        assert torch.equal(
+            weights[f"critic_encoders.0.normalize.{name}"], weights[f"encoders.0.normalize.{name}"]
+        )
+    assert weights["critic_encoders.0.normalize.rollouts"] > 1
