@@ -249,18 +249,19 @@ def step_seconds(rollout, quota):
     return np.maximum(spent_N, 1e-9) / np.maximum(given_N, 1)
 
 
-def fill_up(rollout, previous):
-    """Fill a preempted rollout up to S steps with the newest ones that this rank learned from
-    before (VER section 2.3), with their advantages, returns and weights, behind its own.
+def fill_up(learned, newest, rollout):
+    """Put a rollout, preempted or not, in front of the S steps that this rank learned from before,
+    and let as many of the oldest go: so there are S again (VER section 2.3). Those that stay keep
+    their advantages, returns and weights, and are segments of their own.
 
-    `previous` is the rollout before, filled up like this: its complete rows are newer than the
-    others, each part is in time order. Stale steps are segments of their own.
+    `learned` has its `newest` steps first, then the older ones, each part in time order.
     """
-    fresh = rollout.rows
-    rows = np.arange(rollout.capacity)
-    newest = np.roll(rows, -previous.rows)[fresh:]
-    rollout.copy(rows[fresh:], previous, newest)
-    rollout.segment[fresh:] = rollout.num_envs + rollout.env[fresh:]
+    fresh = np.arange(rollout.rows)
+    rest = np.arange(rollout.rows, learned.capacity)
+    oldest_first = np.roll(np.arange(learned.capacity), -newest)
+    learned.copy(rest, learned, oldest_first[rollout.rows :])
+    learned.copy(fresh, rollout, fresh)
+    learned.segment[rest] = learned.num_envs + learned.env[rest]
 
 
 # ------------------------------------------------------------------------------------------ Train
@@ -278,7 +279,8 @@ class RankRun(ver_ppo.Run):
 
     def __init__(self, options):
         self.ranks = Ranks(options.rank_timeout)
-        self.previous = None
+        self.learned = None  # with preemption: the S steps that were learned from last ...
+        self.newest = 0  # ... of which so many are of the last rollout
         self.min_steps = options.rollout_steps // 4 if options.preemption == "threshold" else 1
         self.begin_rollout(NO_LIMIT, 0.0, 0.5)
         failure = None
@@ -371,19 +373,17 @@ class RankRun(ver_ppo.Run):
         return rollout
 
     def add_returns(self, rollout):
-        """As Run.add_returns; a preempted rollout is filled up, and kept for the next one."""
-        rows = super().add_returns(rollout)
+        """As Run.add_returns; if ranks are preempted, what is learned from is filled up."""
+        super().add_returns(rollout)
         if self.options.preemption == "none":
-            return rows
-        if not self.previous:
+            return rollout
+        if not self.learned:  # the first rollout is never preempted
             size = rollout.capacity, rollout.num_envs, self.policy.state_shape, rollout.device
-            self.previous = ver_ppo.Rollout(self.spec, *size)
-        elif rows < rollout.capacity:
-            fill_up(rollout, self.previous)
-        all_rows = np.arange(rollout.capacity)
-        self.previous.copy(all_rows, rollout, all_rows)
-        self.previous.rows = rows
-        return rollout.capacity
+            self.learned = ver_ppo.Rollout(self.spec, *size)
+            self.learned.rows = rollout.capacity
+        fill_up(self.learned, self.newest, rollout)
+        self.newest = rollout.rows
+        return self.learned
 
     def describe(self, rollout, logs):
         """Steps, logs and episodes of all ranks; then all ranks decide alike when the next rollout

@@ -25,12 +25,13 @@ The processes and what passes between them (section 2.1, figure 2 of the paper):
                                                        v      |             | v            | v
     [ EnvIO: one row for each environment, shared memory ]   [ pending: N ] -> [ rollout: S rows ]
 
-A *step* begins when inference chooses an action; it is then *in flight*, in the environment's row
-of `pending`. When its answer (reward, whether the episode ended) is taken, it is complete and moves
-to the next free row of the rollout. An environment whose answer was taken and that gets no action
-because enough steps are complete is *idle*. The *version* of a policy is the number of updates
-before it. A *segment* is what one environment gave to a rollout, in time order. Cut where episodes
-begin, segments become *sequences*.
+A *step* begins when inference chooses an action and sends it. From then on it is *in flight*, in
+its environment's row of `pending`, until the environment's answer (reward, whether the episode
+ended) is *taken*: then it is *complete*, and moves to the next free row of the rollout. Its
+environment gets the next action at once; or, where no more of its steps are wanted in this rollout,
+none until the next one: it is *idle*. The *version* of a policy is the number of updates before it.
+A *segment* is what one environment gave to a rollout, in time order. Cut where episodes begin,
+segments become *sequences*.
 
 Shapes, at least the first dimensions, stand in the names: N environments, S steps of a rollout,
 Q sequences, M steps of a mini-batch, B any batch (env_B: the numbers of B environments), H hidden
@@ -166,22 +167,28 @@ def build(options):
 def train(options, run_class=None):
     """Train to --total-timesteps, save, evaluate. Returns the run folder.
 
-    The only training loop there is. All that differs between one process and many GPUs, and what
-    --extensions change, are members of the run (`Run`, below): `rollouts` (here
-    `inline_rollouts`, which lets a `Collector` collect), `add_returns`, `average`, `decay` (here
-    `decay_at`), `log`, `save`, `evaluate`, `make_optimizer`.
+    The only training loop there is. Many GPUs and --extensions differ from it in members of the run
+    alone, which in one process do no more than this (the rest of `Run`, the run's folder, stands
+    after the lesson):
+
+        rollouts       inline_rollouts(self): one is collected when the one before is learned from
+        collect        next(source)
+        schedule       sets the learning rate: --learning-rate x decay_at(step, options)
+        add_returns    add_returns(rollout, options), and returns it: it is what is learned from
+        average        nothing: one process has no one to average with
+        log            counts the rollout's steps, keeps numbers, now and then a checkpoint
+        make_optimizer, save, evaluate
     """
     with contextlib.closing(extend(run_class or Run, options)(options)) as run:
-        policy = run.policy
-        with run.training() as source:  # the iterator `run.rollouts()`
+        with run.training() as source:  # run.rollouts()
             while run.step < options.total_timesteps:
-                rollout = run.collect(source)  # next(source)
-                with run.learning() as logs:
-                    rows = run.add_returns(rollout)  # so many of its rows are learned from
-                    logs |= ppo_update(policy, run.optimizer, rollout, rows, options, run.average)
-                    # after learning, which must see what acting saw
-                    update_statistics(policy, rollout, rows, run.decay(), run.average)
-                run.log(rollout, logs)  # and count the steps
+                rollout = run.collect(source)
+                with run.learning() as logs:  # takes the time
+                    decay = run.schedule()
+                    learned = run.add_returns(rollout)
+                    logs |= ppo_update(run.policy, run.optimizer, learned, options, run.average)
+                    update_statistics(run.policy, learned, decay, run.average)
+                run.log(rollout, logs)
         run.evaluate()
     return run.folder
 
@@ -220,14 +227,13 @@ class LSTM(nn.LSTM):
         """One step of B environments: output B x H and the state after it."""
         hidden = []
         cells = []
-        below = x_BF
+        out_BH = x_BF
         for layer, weights in enumerate(self.all_weights):  # nn.LSTM takes twice the time here
             memory = state_B[:, layer], state_B[:, self.num_layers + layer]
-            hidden_BH, cell_BH = torch.lstm_cell(below, memory, *weights)
-            hidden.append(hidden_BH)
+            out_BH, cell_BH = torch.lstm_cell(out_BH, memory, *weights)
+            hidden.append(out_BH)
             cells.append(cell_BH)
-            below = hidden_BH
-        return hidden_BH, torch.stack(hidden + cells, dim=1)
+        return out_BH, torch.stack(hidden + cells, dim=1)
 
     def sequences(self, x_MF, state_Q, batch_sizes):
         """All M steps of Q sequences, arranged as a PackedSequence: output M x H.
@@ -253,14 +259,15 @@ class FeedForward(nn.Linear):
 
 
 class Critic(nn.Linear):
-    """The value head: B x H -> B values. Its linear layer finds them in units of `scale`, how large
-    returns are (`learning_units`), which travels with the weights. When it changes, all values
-    change with it."""
+    """The value head: B x H -> B values. Its linear layer finds them in units of `scale`, which is
+    how large returns are (`learning_units` keeps it). When it changes, all values change with it.
+    """
 
     def __init__(self, hidden_size):
         super().__init__(hidden_size, 1)
         orthogonal(self, 1.0)
-        # 0 until a first reward is seen: so are the values
+        # 0, and so are all values, until a first reward is seen; a parameter, though it has no
+        # gradient, because it must go wherever the weights go
         self.scale = nn.Parameter(torch.zeros(()), requires_grad=False)
 
     def forward(self, core_BH):
@@ -285,11 +292,9 @@ class Policy(nn.Module):
         self.encoders = self.make_encoders(spec, options)
         self.features = sum(encoder.out_features for encoder in self.encoders)
         outputs = spec.action_dims
-        if self.choices:  # one table; choices 2, 3: rows start, 0, 1, start, 0, 1, 2
-            parts = [1 + n for n in self.choices]
-            offset_A = torch.tensor([0, *np.cumsum(parts)[:-1]])
-            self.register_buffer("token_offset_A", offset_A, persistent=False)
-            self.action_embedding = nn.Embedding(sum(parts), ACTION_FEATURES)
+        if self.choices:
+            tables = [nn.Embedding(1 + n, ACTION_FEATURES) for n in self.choices]  # 0: no action
+            self.action_embedding = nn.ModuleList(tables)
             # a row of logits for each dimension, as long as the longest; what it lacks is masked
             missing = torch.arange(max(self.choices)) >= torch.tensor(self.choices)[:, None]
             mask = torch.zeros(missing.shape).masked_fill(missing, -math.inf)
@@ -308,7 +313,7 @@ class Policy(nn.Module):
 
     def make_encoders(self, spec, options):
         """What observations become features by: an nn.ModuleList; each module takes all
-        observations, reads those of its `keys`, and has `out_features`. Raises UserError."""
+        observations, reads some of them, and has `out_features`. Raises UserError."""
         return build_encoders(spec, options.hidden_size)
 
     def make_core(self, in_features, options):
@@ -318,10 +323,11 @@ class Policy(nn.Module):
         return FeedForward(in_features, options.hidden_size)
 
     def embed(self, action_BA, unknown_B):
-        """Actions -> B x ACTION_FEATURES; where they are unknown, the start token or zeros."""
+        """Actions -> B x ACTION_FEATURES; where they are unknown, those of no action or zeros."""
         if self.choices:
-            token_BA = torch.where(unknown_B[:, None], 0, action_BA + 1) + self.token_offset_A
-            return self.action_embedding(token_BA).sum(1)
+            token_BA = torch.where(unknown_B[:, None], 0, action_BA + 1)
+            columns = zip(self.action_embedding, token_BA.unbind(1))
+            return sum(table(token_B) for table, token_B in columns)
         return self.action_embedding(action_BA * ~unknown_B[:, None])
 
     def encode(self, obs, prev_action_BA, first_B):
@@ -448,7 +454,7 @@ class Rollout(Shared):
         action = spec.action_dtype, (spec.action_dims,)
         columns = [
             ("env", int),
-            ("segment", int),  # here the environment
+            ("segment", int),  # which steps belong together: here, those of an environment
             ("version", int),  # of the policy that chose the action
             ("first", bool),  # first step of an episode: the memory was reset before it
             ("prev_action", *action),
@@ -593,6 +599,7 @@ def env_worker(inbox, outbox, environments):
             for e in asked:
                 environments[e].answer()
                 answered.append(e)
+                # with half of its environments, inference has something to do meanwhile
                 half_done = 2 * len(answered) >= len(environments)
                 if half_done and time.perf_counter() - since > HAND_OVER_SEC:
                     send_numbers(outbox, answered)
@@ -613,7 +620,7 @@ class Workers:
         self.environments = environments
         self.num_workers = num_workers
         self.context = process_context()
-        self.asked_N = np.zeros(len(environments), bool)  # to answer, and have not
+        self.asked_N = np.zeros(len(environments), bool)  # who owes an answer, for Supervision
         self.answers, self.outbox = self.context.Pipe(duplex=False)
         self.pipes = [self.context.Pipe(duplex=False) for _ in range(num_workers)]
         self.processes = [self.start(worker) for worker in range(num_workers)]
@@ -658,8 +665,8 @@ class Workers:
 class Collector:
     """Collects rollouts with a policy, and remembers what passes from one to the next.
 
-    `enough`: a function of a rollout's complete rows that says whether it ends early: with many
-    GPUs, when waiting for this process costs too much, or when the run must end; alone, never.
+    `enough`: a function of a rollout's complete rows that says whether it ends early: when the run
+    must end (a signal), and with many GPUs, when waiting for this process costs too much.
     """
 
     def __init__(self, policy, workers, io, spec, options, enough=lambda rows: False):
@@ -697,9 +704,9 @@ class Collector:
         `nover`, `sync`: it gave T) gets no action: it is idle until the next rollout, and its next
         step is the new policy's. What is in flight at the end stays pending.
 
-        The returns need the value of what follows each environment's last step. For a pending step
-        that is the value it was sent with; for idle environments, it is computed at the end, in one
-        batch.
+        The returns need the value of what follows each environment's last step. Where the next
+        step is in flight, its value was computed when it was sent; for idle environments, it is
+        computed at the end, in one batch.
         """
         began_at = time.perf_counter()
         rollout.rows = 0
@@ -719,7 +726,9 @@ class Collector:
             wanted_B = (self.given_N[env_B] < self.quota) & (not full)
             self.act(env_B[wanted_B])
             self.idle = np.append(self.idle, env_B[~wanted_B])
-        rollout.bootstrap[:] = self.pending.value  # right for what is in flight
+        # a step in flight began where its environment's last complete one ended: its value is
+        # that of what follows
+        rollout.bootstrap[:] = self.pending.value
         if len(self.idle):
             rollout.bootstrap[self.idle] = self.value_of(self.idle)
         rollout.clock = (began_at, time.perf_counter(), self.waited_sec)
@@ -728,31 +737,33 @@ class Collector:
         """Whether the rollout ends here: it has S steps, or there is `enough`."""
         return rollout.rows == rollout.capacity or self.enough(rollout.rows)
 
-    def await_answers(self, most, rows=0):
-        """Dynamic batching (VER section 2.1): the environments that have answered, at least one, in
-        order of arrival, at most `most` of them: others stay in flight. `sync` waits for all. Empty
-        if the rollout, of which so many rows are complete, must end first."""
+    def await_answers(self, room, rows=0):
+        """Dynamic batching (VER section 2.1): take all environments that have answered, at least
+        one, in order of arrival; if the rollout has no room for all, so many: the others stay in
+        flight. `sync` waits for every environment. None are taken if the rollout, of which so many
+        rows are complete, must end first."""
         needed = self.options.num_envs if self.options.sampler == "sync" else 1
         began_at = time.perf_counter()
         self.answered += self.workers.receive(0)
         while len(self.answered) < needed and not self.enough(rows):
             self.answered += self.workers.receive(0.05)  # then it asks again whether it is enough
         self.waited_sec += time.perf_counter() - began_at
-        taken = most if len(self.answered) >= needed else 0
-        env_B = np.array(self.answered[:taken], int)
-        self.answered = self.answered[taken:]
+        if len(self.answered) < needed:
+            return np.zeros(0, int)
+        env_B = np.array(self.answered[:room], int)
+        self.answered = self.answered[room:]
         return env_B
 
     def observe(self, env_B, final=False):
         """What the policy acts on in these environments: their numbers, as a tensor, and the
         arguments of `Policy.step`. With `final`, at the end of a truncated episode instead of at
         the start of the next one."""
-        rows = self.io.final_obs if final else self.io.obs
+        shown = self.io.final_obs if final else self.io.obs
         first_B = self.io.first[env_B] & (not final)  # it is about the next episode then
-        arrays = [env_B, self.pending.action[env_B], first_B]
-        arrays += [rows[key][env_B] for key in rows.dtype.names]
+        arrays = [env_B, self.pending.action[env_B], first_B]  # the last action that was sent
+        arrays += [shown[key][env_B] for key in shown.dtype.names]
         index_B, prev_action_BA, first_B, *parts = upload(arrays, self.device)
-        obs = dict(zip(rows.dtype.names, parts))
+        obs = dict(zip(shown.dtype.names, parts))
         state_B = self.state_N[index_B] * ~first_B[:, None, None]
         return index_B, (obs, prev_action_BA, first_B, state_B)
 
@@ -833,7 +844,7 @@ def inline_rollouts(run):
     rollout = Rollout(run.spec, *size, policy.state_shape, device)
     with contextlib.closing(make_workers(options, "train", run.spec, io)) as workers:
         collector = run.collector_class(policy, workers, io, run.spec, options, run.enough)
-        for version in itertools.count(run.update):
+        for version in itertools.count(run.update):  # whoever takes a rollout makes one update
             collector.version = version
             torch.set_num_threads(1)  # the workers want the cores now; learning takes more
             collector.collect(rollout)
@@ -895,10 +906,10 @@ def compute_advantages(segment_S, reward_S, value_S, done_S, bootstrap, gamma, g
     """Generalized advantage estimation over steps in time order, for all segments at once (DD-PPO
     section 4).
 
-    Walks backwards and keeps, for each segment, value and advantage of the step that follows: at
-    first the segment's bootstrap value and 0, and where an episode is done, 0 and 0. `gae_lambda`:
-    the share of a step's advantage that the one before it sees, a number or S numbers. Returns
-    advantages.
+    Walks backwards and keeps, for each segment, the value of what follows, and what the step before
+    sees of the advantage: lambda of it. At first these are the segment's bootstrap value and 0, and
+    where an episode is done, 0 and 0. Returns advantages. (`gae_lambda` may be S numbers, one for
+    each step, for other estimates than GAE.)
 
     >>> segment, reward, value = np.array([0, 0, 1]), np.ones(3), np.zeros(3)
     >>> done, bootstrap = np.array([False, True, False]), np.array([9.0, 4.0])
@@ -910,16 +921,17 @@ def compute_advantages(segment_S, reward_S, value_S, done_S, bootstrap, gamma, g
     steps = list(zip(*(column.tolist() for column in columns)))
     advantage_S = np.zeros(len(steps), np.float32)
     next_value = bootstrap.tolist()
-    next_advantage = [0.0] * len(bootstrap)
+    lambda_advantage = [0.0] * len(bootstrap)
     for step in reversed(range(len(steps))):
-        segment, reward, value, done, share = steps[step]
+        segment, reward, value, done, gae_lambda = steps[step]
         if done:
             next_value[segment] = 0.0
-            next_advantage[segment] = 0.0
-        advantage = reward + gamma * (next_value[segment] + next_advantage[segment]) - value
+            lambda_advantage[segment] = 0.0
+        delta = reward + gamma * next_value[segment] - value
+        advantage = delta + gamma * lambda_advantage[segment]
         advantage_S[step] = advantage
         next_value[segment] = value
-        next_advantage[segment] = share * advantage
+        lambda_advantage[segment] = gae_lambda * advantage
     return advantage_S
 
 
@@ -941,13 +953,13 @@ def importance_weights(env_S, num_envs, maximum=1.0):
 
 def add_returns(rollout, options):
     """Write advantage, return and weight of every complete step into the rollout: GAE, with the
-    values that were stored when the policy acted. The weights count segments."""
+    values that were stored when the policy acted."""
     steps = rollout.complete
     columns = [steps[name] for name in ("segment", "reward", "value", "done")]
     discounts = options.gamma, options.gae_lambda
     steps["advantage"] = compute_advantages(*columns, rollout.bootstrap, *discounts)
     steps["returns"] = steps["value"] + steps["advantage"]
-    steps["weight"] = importance_weights(steps["segment"], rollout.num_envs)
+    steps["weight"] = importance_weights(steps["env"], rollout.num_envs)
 
 
 # -------------------------------------------------------------------------------------------- PPO
@@ -956,10 +968,9 @@ NEWEST_SHARE = 0.05  # of the newest rollout in the mean square of returns
 
 
 @torch.no_grad()
-def learning_units(policy, rollout, rows, options, average):
-    """The units in which PPO learns from the first `rows` of a rollout, the same in all processes
-    that learn together: the scale of values, then the mean and deviation that advantages are
-    normalized by.
+def learning_units(policy, rollout, options, average):
+    """The units in which PPO learns from a rollout, the same in all processes that learn together:
+    the scale of values, then the mean and deviation that advantages are normalized by.
 
     The scale of values is the running root mean square of the returns, after it has taken in this
     rollout's. So rewards of any size are learned alike, as if they were normalized (Engstrom et al.
@@ -968,8 +979,8 @@ def learning_units(policy, rollout, rows, options, average):
     cent.) With --norm-adv, advantages have the mean and deviation of this rollout's; without,
     they are only divided by the scale of values.
     """
-    returns_S = rollout.returns[:rows].astype(float)
-    advantage_S = rollout.advantage[:rows].astype(float)
+    returns_S = rollout.complete["returns"].astype(float)
+    advantage_S = rollout.complete["advantage"].astype(float)
     moments = [(returns_S**2).mean(), advantage_S.mean(), (advantage_S**2).mean()]
     moments = torch.tensor(moments, dtype=torch.float64)
     average([moments])
@@ -981,7 +992,7 @@ def learning_units(policy, rollout, rows, options, average):
     if math.isfinite(return_square):
         scale = math.sqrt(return_square)
         policy.critic.scale.fill_(scale)
-    scale = max(scale, 1e-8)  # without any reward: 0 / 1e-8
+    scale = max(scale, 1e-8)  # where there was no reward yet, returns of 0 are 0 in any unit
     if not options.norm_adv:
         return scale, 0.0, scale
     variance = advantage_square - advantage_mean**2
@@ -1070,17 +1081,16 @@ def minibatch_step(policy, optimizer, batch, options, average):
     return logs
 
 
-def ppo_update(policy, optimizer, rollout, rows, options, average=lambda tensors: None):
-    """Learn from the first `rows` of a rollout: --update-epochs passes over these steps, each in
-    --num-minibatches mini-batches, made of the sequences in a new random order. Returns the means
-    of what to log.
+def ppo_update(policy, optimizer, rollout, options, average=lambda tensors: None):
+    """Learn from a rollout: --update-epochs passes over its steps, each in --num-minibatches
+    mini-batches, made of the sequences in a new random order. Returns the means of what to log.
 
     `average` averages tensors over all processes that learn together, in place; one alone has
     nothing to do. Raises FloatingPointError if not one mini-batch has a finite gradient.
     """
-    steps = rollout.table[:rows]
+    steps = rollout.complete
     sequences = find_sequences(steps["segment"], steps["first"])
-    scale, mean, deviation = learning_units(policy, rollout, rows, options, average)
+    scale, mean, deviation = learning_units(policy, rollout, options, average)
     logs = []
     for _ in range(options.update_epochs):
         shuffled = [sequences[q] for q in torch.randperm(len(sequences)).tolist()]
@@ -1379,10 +1389,11 @@ class Statistics(nn.Module):
 
 
 @torch.no_grad()
-def update_statistics(policy, rollout, rows, weight, average):
-    """Let the running statistics take in 256 of the first `rows` steps of a rollout, and those of
-    other ranks. `weight`: the learning rate as a share of the first one."""
-    some = slice(0, rows, rows // 256 + 1)
+def update_statistics(policy, rollout, weight, average):
+    """Let the running statistics take in 256 steps of a rollout, and those of other ranks: after
+    learning from it, because what was seen in acting must be seen alike in learning. `weight`: the
+    learning rate as a share of the first one."""
+    some = slice(0, rollout.rows, rollout.rows // 256 + 1)
     obs = {key: part[some] for key, part in rollout.obs.items()}
     for reader in policy.modules():
         normalize = getattr(reader, "normalize", None)
@@ -1424,7 +1435,6 @@ class SmallCNN(nn.Module):
 
     def __init__(self, images, out_features):
         super().__init__()
-        self.keys = list(images.layouts)
         self.images = images
         self.out_features = out_features
         stride = 4 if min(images.size) >= 32 else 2
@@ -1451,7 +1461,6 @@ class Vector(nn.Module):
 
     def __init__(self, key, space, out_features):
         super().__init__()
-        self.keys = [key]
         self.key = key
         self.out_features = out_features
         self.choices = count_choices(space)
@@ -1874,10 +1883,9 @@ def lock_folder(folder):
 class Run:
     """One training: policy, optimizer, counters, run folder, progress bar.
 
-    --extensions are subclasses of it that override some of its members (`extend`): how rollouts are
-    collected (`rollouts`, `collector_class`), what is learned from them (`add_returns`,
-    `make_optimizer`, `decay`), where it begins (`restore`), and what is kept of it (`open_folder`,
-    `describe`, `write_scalars`, `log`, `save`, `evaluate`, `close`).
+    --extensions are subclasses of it that override some of its members (`extend`): those that
+    `train` calls, or `collector_class`, the class that collects; `decay`; `restore`, where it
+    begins; `open_folder`, `describe`, `write_scalars` and `close`, what is kept of it.
     """
 
     collector_class = Collector
@@ -1984,9 +1992,9 @@ class Run:
         return rollout
 
     def add_returns(self, rollout):
-        """Find out what its steps are worth; returns how many of its rows are learned from."""
+        """Find out what its steps are worth; returns what is learned from."""
         add_returns(rollout, self.options)
-        return rollout.rows
+        return rollout
 
     def average(self, tensors):
         """Average these tensors over all processes that learn together, in place: alone, nothing.
@@ -1995,6 +2003,13 @@ class Run:
     def decay(self):
         """The share of the learning rate that is left."""
         return decay_at(self.step, self.options)
+
+    def schedule(self):
+        """Set the learning rate of the next update; returns its share of the first one."""
+        decay = self.decay()
+        for group, rate in zip(self.optimizer.param_groups, self.learning_rates):
+            group["lr"] = rate * decay
+        return decay
 
     def note_signal(self, number, _frame):
         """Signals are noted, so that training ends where weights are whole; a second one ends it
@@ -2030,12 +2045,10 @@ class Run:
 
     @contextlib.contextmanager
     def learning(self):
-        """Around the learning of one update: sets learning rate and threads, takes the time. Yields
-        a dictionary to log."""
+        """Around the learning of one update: sets the number of threads, takes the time. Yields a
+        dictionary to log."""
         began_at = time.perf_counter()
         logs = {}
-        for group, rate in zip(self.optimizer.param_groups, self.learning_rates):
-            group["lr"] = rate * self.decay()
         threads = self.options.learner_threads
         torch.set_num_threads(min(4, count_cores()) if threads == "auto" else threads)
         yield logs
@@ -2199,7 +2212,7 @@ def evaluate(policy, spec, options):
         collector = Collector(policy, workers, io, spec, options)
         collector.greedy = options.greedy
         while len(found) < options.eval_episodes:
-            env_B = collector.await_answers(most=num_envs)
+            env_B = collector.await_answers(room=num_envs)
             whole_B = np.isfinite(io.episode_stats[env_B, 0])  # not one that was started again
             for e in env_B[collector.in_flight_N[env_B] & io.first[env_B] & whole_B]:
                 found.append(io.episode_stats[e].tolist())

@@ -199,7 +199,7 @@ def whole():
             x += length
     words(0, 29, "N simulators in processes;\nsteps take unequally long")
 
-    title(33, 51.5, "collector: pending steps", "collect_rollout")
+    title(33, 51.5, "collector: pending steps", "Collector.collect")
     names = ("obs", "action", "log π", "V", "version")
     for column, name in enumerate(names):
         axis.text(35.5 + 5 * column, 46, name, fontsize=8, ha="center")
@@ -219,8 +219,7 @@ def whole():
     words(74, 36, "exactly S = T·N complete steps,\nmore of the faster environments")
 
     title(74, 21.5, "returns", "compute_advantages")
-    until = "GAE, up to the end of an episode\nor on with the bootstrap value;"
-    words(74, 17, f"{until}\nV-trace where data are older")
+    words(74, 17, "GAE, up to the end of an episode\nor on with the bootstrap value")
 
     title(42, 21.5, "sequences, mini-batches", "find_sequences  cut_minibatches  pack")
     pieces = (((2, 2), (0, 4)), ((0, 1), (1, 3), (3, 2)))  # (environment, steps): two mini-batches
@@ -342,7 +341,7 @@ def learning_curves(results):
 
 def efficiency_curves(found):
     """What samplers learn from the same number of steps, interquartile mean and interval: figure 5
-    of the VER paper. `found`: what tests/benchmarks/sample_efficiency.py prints."""
+    of the VER paper. `found`: what the benchmarks print."""
     panels = [(task, tag) for task in found for tag in found[task]["tags"]]
     figure, axes = plt.subplots(1, len(panels), figsize=(10, 3.2), layout="constrained")
     for axis, (task, tag) in zip(axes, panels):
@@ -474,7 +473,7 @@ def chain_view(axis, found):
 
 def chain_and_distance(found):
     """One whole chain; and success of Pick over the distance from which it starts. `found`: what
-    tests/benchmarks/rearrange.py has found."""
+    the benchmarks have found."""
     shape = {"figsize": (9, 2.6), "gridspec_kw": {"width_ratios": [1.3, 1]}}
     figure, axes = plt.subplots(1, 2, layout="constrained", **shape)
     chain_view(axes[0], found["path"])

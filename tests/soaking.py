@@ -216,7 +216,8 @@ def check_leaks(samples, left):
 
 
 def soak(minutes, part_minutes, death_sec, hang_sec, num_envs, folder, say, more=""):
-    """The whole run, with `more` options. Returns a list of what went wrong, the account, and the run folder."""
+    """The whole run, with `more` options. Returns a list of what went wrong, the account, and the
+    run folder."""
     books = folder / "books"
     runs = folder / "runs"
     num_steps = 64

@@ -151,9 +151,8 @@ def start(device, more, rollout_device=None):
 def learn(policy, optimizer, rollout, options, add_returns=ver_ppo.add_returns):
     """Returns, one update, and the running statistics."""
     add_returns(rollout, options)
-    rows = rollout.rows
-    ver_ppo.ppo_update(policy, optimizer, rollout, rows, options)
-    ver_ppo.update_statistics(policy, rollout, rows, 1.0, lambda tensors: None)
+    ver_ppo.ppo_update(policy, optimizer, rollout, options)
+    ver_ppo.update_statistics(policy, rollout, 1.0, lambda tensors: None)
 
 
 def near(tensor):
@@ -247,7 +246,7 @@ def test_copies_are_counted(far_device, task):
 
     counts.clear()
     ver_ppo.add_returns(rollout, c.options)
-    ver_ppo.ppo_update(policy, optimizer, rollout, rollout.rows, c.options)
+    ver_ppo.ppo_update(policy, optimizer, rollout, c.options)
     minibatches = c.options.num_minibatches * c.options.update_epochs
     ups = minibatches * (2 if getattr(policy, "cpc", None) else 1)
     assert counts == Counter(up=ups, down=1, wait=minibatches + 1), counts

@@ -67,7 +67,7 @@ def test_ppo_loss_by_hand():
 def learn(policy, optimizer, rollout, options):
     """One update, as `train` learns."""
     ver_ppo.add_returns(rollout, options)
-    return ver_ppo.ppo_update(policy, optimizer, rollout, rollout.rows, options)
+    return ver_ppo.ppo_update(policy, optimizer, rollout, options)
 
 
 @pytest.mark.parametrize("target, grows", [(1.5, True), (0.1, False)])
@@ -152,7 +152,7 @@ def test_units_of_returns():
     )
     state = torch.randn(5, *policy.state_shape)
     assert not policy.step(*inputs, state)[1].any()
-    rollout.rows, square = 16, None
+    rollout.rows, square = 12, None
     for k in range(6):
         rollout.returns[:] = (k > 0) * np.random.default_rng(k).normal(1000, 1000, 16)
         mine = np.mean(rollout.returns[:12].astype(float) ** 2)
@@ -161,7 +161,7 @@ def test_units_of_returns():
         def average(tensors):
             tensors[0].add_(other).div_(2)
 
-        found, *_ = ver_ppo.learning_units(policy, rollout, 12, c.options, average)
+        found, *_ = ver_ppo.learning_units(policy, rollout, c.options, average)
         new = (mine + other) / 2
         square = square + 0.05 * (new - square) if square else new
         assert found == pytest.approx(max(math.sqrt(square), 1e-8), rel=1e-5)

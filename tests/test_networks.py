@@ -150,7 +150,8 @@ def test_gradients_reach_every_weight(observations, action_space, name):
     learning = {name: p for name, p in policy.named_parameters() if p.requires_grad}
     assert [name for name, p in learning.items() if p.grad is None or not p.grad.any()] == []
     if observations is ALL:
-        assert [encoder.keys for encoder in policy.encoders] == [["goal"], ["rgb", "depth"]]
+        of_goal, of_images = policy.encoders
+        assert of_goal.key == "goal" and list(of_images.images.layouts) == ["rgb", "depth"]
         other = policy.encode({**obs, "rgb": 255 - obs["rgb"]}, action, first)
         assert not torch.equal(other, policy.encode(obs, action, first))
 
@@ -169,7 +170,8 @@ def test_running_statistics():
         goal = rng.normal([1e4, -3.0, 0.0], [1.0, 0.1, 50.0], (8, 3)).astype(np.float32)
         obs = {"rgb": rgb, "depth": depth, "goal": goal, "near": goal}
         obs = {key: torch.from_numpy(part) for key, part in obs.items()}
-        ver_ppo.update_statistics(policy, SimpleNamespace(obs=obs), 8, weight, lambda tensors: None)
+        learned = SimpleNamespace(obs=obs, rows=8)
+        ver_ppo.update_statistics(policy, learned, weight, lambda tensors: None)
         images.append(np.concatenate([rgb / 255, depth], axis=3))
         goals.append(goal.astype(np.float64))
 

@@ -110,6 +110,7 @@ def make_rollout(numbers, ratio_S):
     rollout.action[:] = rollout.prev_action[:] = action
     rollout.log_prob[:] = distribution.log_prob(action).numpy() - np.log(ratio_S)
     rollout.bootstrap[:] = numbers["bootstrap"]
+    rollout.env[:] = numbers["segment_S"]
     for name in ("segment", "reward", "value", "done"):
         getattr(rollout, name)[:] = numbers[f"{name}_S"]
     rollout.rows = 80

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import ver_ppo
+from notebooks.extensions.overlap import add_corrected_returns
 from notebooks.extensions.virtual_clock import (
     VirtualWorkers,
     assert_nothing_is_lost,
@@ -112,7 +113,7 @@ def test_trajectories(seed):
             e = rollout.env[step]
             assert bootstrap_N[e] in (None, rollout.value[step])
             bootstrap_N[e] = rollout.bootstrap[segment]
-        ver_ppo.add_returns(rollout, c.options)
+        add_corrected_returns(policy, rollout, c.options)
         assert (rollout.weight == 1).all()
         rollouts.append(taken(rollout))
     assert_nothing_is_lost(c, rollouts)

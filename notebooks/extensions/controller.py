@@ -48,6 +48,11 @@ class Planner(ver_ppo.Policy):
         return goal_B3, self.critic(core_BH)
 
 
+def reads_goal(encoder):
+    """Whether this is the encoder of the observation `goal`."""
+    return isinstance(encoder, ver_ppo.Vector) and encoder.key == "goal"
+
+
 class NeuralController(ver_ppo.Policy):
     """A frozen agent, whose weights come from the checkpoint `file` by their names, and a planner
     that sets its goals. The rows of the recurrent state are the planner's, then the agent's.
@@ -57,7 +62,7 @@ class NeuralController(ver_ppo.Policy):
 
     def __init__(self, spec, options, file=None):
         super().__init__(spec, options)
-        seen = [encoder for encoder in self.encoders if encoder.keys != ["goal"]]
+        seen = [encoder for encoder in self.encoders if not reads_goal(encoder)]
         if not seen or len(seen) == len(self.encoders):
             needs = "images, and the observation `goal` of pointnav, Flee and Explore"
             raise ver_ppo.UserError(f"controller needs {needs}")
@@ -101,10 +106,10 @@ class NeuralController(ver_ppo.Policy):
         """
         features, goal_B3 = seen
         features = iter(features)
+        goal = {"goal": goal_B3}
         parts = []
         for encoder in self.encoders:
-            of_goal = encoder.keys == ["goal"]
-            parts.append(encoder({"goal": goal_B3}) if of_goal else next(features))
+            parts.append(encoder(goal) if reads_goal(encoder) else next(features))
         return torch.cat([*parts, self.embed(prev_action_BA, first_B)], dim=1)
 
     def step(self, obs, prev_action_BA, first_B, state_B):

@@ -88,7 +88,6 @@ class ResNet(nn.Module):
         super().__init__()
         if min(images.size) < 64:
             raise UserError(f"a residual encoder needs images of 64 x 64 at least: {images.size}")
-        self.keys = list(images.layouts)
         self.images = images
         self.out_features = out_features
         layers = [nn.AvgPool2d(2)]

@@ -106,7 +106,7 @@ class Overlap(ver_ppo.Run):
     def add_returns(self, rollout):
         """As Run.add_returns, corrected by what the policy that learns finds now."""
         add_corrected_returns(self.policy, rollout, self.options)
-        return rollout.rows
+        return rollout
 
 
 def collector_process(inbox, outbox, spec, options, step, collector_class, rollouts, *published):
@@ -169,7 +169,7 @@ class Trajectories(ver_ppo.Collector):
         self.waited_sec = 0.0
         self.hand_over(rollout)
         while not self.is_full(rollout):
-            env_B = self.await_answers(most=self.options.num_envs)
+            env_B = self.await_answers(room=self.options.num_envs)
             acted_B = env_B[self.in_flight_N[env_B]]
             row_B = acted_B * self.options.num_steps + self.given_N[acted_B]
             self.complete_steps(self.unfinished, acted_B, row_B)
@@ -232,4 +232,5 @@ def add_corrected_returns(policy, rollout, options):
     advantage_S = ver_ppo.compute_advantages(*columns, *kept)
     steps["advantage"] = advantage_S
     steps["returns"] = value_S + keep_S * advantage_S
+    # with async, segments are trajectories
     steps["weight"] = ver_ppo.importance_weights(steps["segment"], rollout.num_envs)

@@ -276,7 +276,7 @@ def keep(args, name, **found):
     words = ["PATH" if "/" in word else word for word in sys.argv[1:]]
     command = f"python tests/benchmarks/{Path(sys.argv[0]).name} {shlex.join(words)}".strip()
     text = json.dumps({"command": command, **where_and_when(), **found}, indent=1)
-    text = re.sub(r"[[{][^][{}]*[]}]", lambda inner: " ".join(inner[0].split()), text)
+    text = re.sub(r"(\[|\{)[^][{}]*(\]|\})", lambda inner: " ".join(inner[0].split()), text)
     args.results.mkdir(parents=True, exist_ok=True)
     (args.results / f"{name}.json").write_text(text + "\n")
 

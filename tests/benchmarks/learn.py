@@ -299,26 +299,21 @@ def skills(args):
             line += f" --ent-coef 1e-3 --total-timesteps {args.steps or 300_000} --seed {seed}"
             trained = harness.train_once(f"{line} {args.more}", args.folder / skill / str(seed))
             own[skill][str(seed)] = round(trained.last("eval/success"), 3)
-    jobs = {how: [functools.partial(run_chains, how, s, args) for s in args.seeds] for how in CHAINS}
-    chained = {}
-    for how, calls in jobs.items():
-        chained[how] = harness.together([apart_call(call) for call in calls], args.jobs)
-        print(how, [shares for shares, _ in chained[how]], flush=True)
-    far_calls = [apart_call(functools.partial(run_far, seed, args)) for seed in args.seeds]
-    found = {
-        "own": own,
-        "episodes": args.episodes,
-        "far_m": FAR_M,
-        "far": harness.together(far_calls, args.jobs),
-        "chains": {how: [shares for shares, _ in each] for how, each in chained.items()},
-        "path": next((whole for _, whole in chained["with base"] if whole), None),
-    }
+    found = {"own": own, "episodes": args.episodes, "far_m": FAR_M, "chains": {}}
+    found["far"] = for_seeds(args, run_far)
+    for how in CHAINS:
+        chained = for_seeds(args, run_chains, how)
+        found["chains"][how] = [shares for shares, _ in chained]
+        if how == "with base":
+            found["path"] = next((whole for _, whole in chained if whole), None)
+    print(found["far"], found["chains"])
     harness.keep(args, "rearrange", **found)
 
 
-def apart_call(call):
-    """The same function, called in a process of its own."""
-    return functools.partial(harness.apart, call)
+def for_seeds(args, function, *more):
+    """What a function finds of each seed, in processes of their own."""
+    calls = [functools.partial(harness.apart, function, args, seed, *more) for seed in args.seeds]
+    return harness.together(calls, args.jobs)
 
 
 def load_skill(folder, skill, seed):
@@ -327,7 +322,7 @@ def load_skill(folder, skill, seed):
     return policy
 
 
-def run_chains(how, seed, args):
+def run_chains(args, seed, how):
     """The share of episodes in which all went well until the end of each stage, and the first whole
     chain."""
     draw.setup()
@@ -356,7 +351,7 @@ def run_chains(how, seed, args):
     return well.mean(axis=0).tolist(), whole
 
 
-def run_far(seed, args):
+def run_far(args, seed):
     """Success of Pick, with the base, over the distance from which it starts."""
     draw.setup()
     policy = load_skill(args.folder, "Pick", seed)

@@ -39,47 +39,29 @@ habitat:
   env_task_gym_id: HabitatPeer-v0
   dataset: {type: Peers-v0}
 habitat_baselines:
-  verbose: False
   trainer_name: %(trainer)s
   num_environments: %(num_envs)d
   num_updates: -1
   total_num_steps: %(steps)d
-  log_interval: 1000000
   num_checkpoints: -1
-  checkpoint_interval: 1000000
   force_torch_single_threaded: True
+  verbose: False
+  log_interval: 1000000
+  checkpoint_interval: 1000000
   rl:
     policy: {main_agent: {name: PeersPolicy}}
     preemption: {save_resume_state_interval: 1000000}
-    ver:
-      variable_experience: True
-      num_inference_workers: %(inference_workers)d
-      overlap_rollouts_and_learn: False
-    ppo:
-      clip_param: 0.2
-      ppo_epoch: %(epochs)d
-      num_mini_batch: %(minibatches)d
-      value_loss_coef: 0.5
-      entropy_coef: 0.01
-      lr: %(lr)g
-      eps: 1e-5
-      max_grad_norm: 0.5
-      num_steps: %(num_steps)d
-      use_gae: True
-      gamma: 0.99
-      tau: 0.95
-      use_linear_clip_decay: False
-      use_linear_lr_decay: False
-      reward_window_size: 50
-      use_normalized_advantage: False
-      hidden_size: %(hidden)d
-      use_double_buffered_sampler: %(double_buffered)s
-    ddppo:
-      distrib_backend: GLOO
-      backbone: resnet18
-      rnn_type: LSTM
-      num_recurrent_layers: 1
-      train_encoder: True
+    ver: {variable_experience: True, num_inference_workers: 1, overlap_rollouts_and_learn: False}
+    ppo: {
+      num_steps: %(num_steps)d, ppo_epoch: %(epochs)d, num_mini_batch: %(minibatches)d,
+      hidden_size: %(hidden)d, lr: %(lr)g, eps: 1e-5, max_grad_norm: 0.5,
+      use_double_buffered_sampler: %(double_buffered)s, reward_window_size: 50,
+      clip_param: 0.2, value_loss_coef: 0.5, entropy_coef: 0.01,
+      use_gae: True, gamma: 0.99, tau: 0.95, use_normalized_advantage: False,
+      use_linear_clip_decay: False, use_linear_lr_decay: False}
+    ddppo: {
+      distrib_backend: GLOO, backbone: resnet18, rnn_type: LSTM, num_recurrent_layers: 1,
+      train_encoder: True}
 """
 
 
@@ -181,7 +163,7 @@ class PeersPolicy(NetPolicy):
         return cls(net, action_space, **configs)
 
 
-def train(steps, folder, trainer, threads, inference_workers=1, double_buffered=False):
+def train(steps, folder, trainer, threads, double_buffered=False):
     """Run the trainer as habitat_baselines.run does; returns (environment steps so far, time) at
     each update's end."""
     from habitat_baselines.config.default import get_config
@@ -198,7 +180,6 @@ def train(steps, folder, trainer, threads, inference_workers=1, double_buffered=
         "minibatches": peers.MINIBATCHES,
         "hidden": peers.HIDDEN,
         "lr": peers.LEARNING_RATE,
-        "inference_workers": inference_workers,
         "double_buffered": double_buffered,
     }
     Path(folder, "peers_config.yaml").write_text(text)

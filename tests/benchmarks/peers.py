@@ -1,61 +1,49 @@
 """How fast ver_ppo.py trains next to other trainers of recurrent PPO: environment steps per second,
-collecting and learning.
+collecting and learning. Ten minutes for each simulator, on an idle machine.
 
-    python tests/benchmarks/peers.py --sample-factory-python SF/bin/python \\
-        --sb3-python SB3/bin/python --rounds 3
+    peers.py --sample-factory-python SF/bin/python --sb3-python SB3/bin/python --rounds 3
+    peers.py ... --simulator computes --total-timesteps 12288      a step also takes 2 ms of a CPU
+    peers.py ... --simulator sleeps --total-timesteps 12288        a step also sleeps 20 ms
 
-The peers are Sample Factory (APPO, asynchronous), RecurrentPPO of sb3-contrib, and, where it can be
-imported, the trainers of habitat-baselines (VER, and DD-PPO with double-buffered sampling; see
-peer_habitat.py). All pin packages, so each lives in a virtual environment of its own (leave one out
-and it is not measured):
+The peers are Sample Factory (APPO, asynchronous), RecurrentPPO of sb3-contrib, and the trainers of
+habitat-baselines (VER, and DD-PPO with double-buffered sampling; see peer_habitat.py). All pin
+packages, so each lives in a virtual environment of its own (leave one out and it is not measured):
 
     python -m venv SF;  SF/bin/pip install torch==2.13.0
     SF/bin/pip install sample-factory==2.1.1 tyro tqdm
     python -m venv SB3; SB3/bin/pip install torch==2.13.0
     SB3/bin/pip install sb3-contrib==2.9.2 tyro tqdm
 
-The same for all: environment class (PointNavSteady below), 16 environments, learning from 2048
+The same for all: environment (PointNavSteady of simulators.py), 16 environments, learning from 2048
 steps in two epochs of two mini-batches, Adam, the modules that encode the observation, an LSTM of
 128, CPU. The learning rate is close to 0, so that all play the uniform policy until the end. What
 differs: ver_ppo.py also reads the previous action (an LSTM input of 224 numbers instead of 192);
-it and Sample Factory learn while they collect, from experience of older policies, and Sample
-Factory's trajectories of 32 steps are shorter than the others' 128; RecurrentPPO sends no gradient
-of the value into the LSTM. With `--simulator` the environment's steps take longer.
+Sample Factory, and ver_ppo.py with `overlap`, learn while they collect, from experience of older
+policies, and Sample Factory's trajectories of 32 steps are shorter than the others' 128;
+RecurrentPPO sends no gradient of the value into the LSTM. Each peer has the sampling that was the
+fastest of several on two cores.
 
 Each run is a process of its own, one at a time, trainers by turns; its rate counts from the end of
-the third rollout to the end of the last. Peers run the variant that suits the simulator (BEST);
-with --all-variants all, and the one with the best median counts. Run by hand on an idle machine (a
-busy core stalls the threads of torch); prints one line for each run, then JSON.
+the third rollout to the end of the last.
 """
 
-import argparse
-import contextlib
+import functools
 import importlib
 import json
 import os
-import signal
-import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import fields
 from importlib.metadata import version
 from pathlib import Path
 
 import gymnasium as gym
-import numpy as np
 import torch
 from torch import nn
 
-ROOT = str(Path(__file__).resolve().parents[2])
-sys.path.insert(0, os.environ.get("SCRIPT_FOLDER", ROOT))  # throughput.py sets it
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parents[1]))
 import ver_ppo  # noqa: E402
-
-# a version to compare with, whose options and modules have other names
-EARLIER = "sim_latency" in {field.name for field in fields(ver_ppo.Options)}
-pointnav = importlib.import_module(
-    "notebooks.pointnav" if EARLIER else "notebooks.environments.pointnav"
-)
 
 NUM_ENVS = 16
 NUM_STEPS = 128
@@ -65,121 +53,52 @@ HIDDEN = 128
 LEARNING_RATE = 1e-6
 ROLLOUT_STEPS = NUM_ENVS * NUM_STEPS
 WARM_UP_ROLLOUTS = 3
-ENV_ID = "PointNavSteady-v0"
-LATENCY_SPREAD = 0.8  # sigma of a simulator's emulated time
+ENV_ID = "simulators:PointNavSteady-v0"
 SIMULATORS = {  # wrappers that make a step take longer
     "built-in": (),
-    "computes": ("peers:Busy(cpu_ms=2)",),
-    "sleeps": (f"notebooks.extensions.wrappers:Latency(mean_ms=20, spread={LATENCY_SPREAD})",),
+    "computes": ("simulators:Busy(cpu_ms=2)",),
+    "sleeps": ("notebooks.extensions.wrappers:Latency(mean_ms=20, spread=0.8)",),
 }
-
-VARIANTS = {  # keyword arguments of the functions train_... below
-    "ver": {"default": {}, "no-overlap": {"overlap": False}},
-    "sample_factory": {
-        "16x1-rollout32": {
-            "num_workers": 16,
-            "num_envs_per_worker": 1,
-            "worker_num_splits": 1,
-            "rollout": 32,
-        },
-        "2x8-rollout32": {"num_workers": 2, "num_envs_per_worker": 8, "rollout": 32},
-        "4x4-rollout32": {"num_workers": 4, "num_envs_per_worker": 4, "rollout": 32},
-        "2x8-rollout128": {"num_workers": 2, "num_envs_per_worker": 8, "rollout": 128},
-        "4x4-rollout128": {"num_workers": 4, "num_envs_per_worker": 4, "rollout": 128},
-    },
-    "sb3": {  # one thread leaves the other core to the environments' processes, two learn faster
-        "dummy-2thread": {"processes": False, "threads": 2},
-        "dummy-1thread": {"processes": False, "threads": 1},
-        "subproc-2thread": {"processes": True, "threads": 2},
-        "subproc-1thread": {"processes": True, "threads": 1},
-    },
-    "habitat_ver": {
-        "1-inference-worker": {"trainer": "ver", "threads": 1, "inference_workers": 1},
-        "2-inference-workers": {"trainer": "ver", "threads": 2, "inference_workers": 2},
-    },
-    "habitat_ddppo": {
-        "double-buffered-1thread": {"trainer": "ddppo", "threads": 1, "double_buffered": True},
-        "double-buffered-2thread": {"trainer": "ddppo", "threads": 2, "double_buffered": True},
-    },
-}
-BEST = {  # which variant of a peer suits a simulator, tried on two cores
-    "built-in": {"sample_factory": "2x8-rollout32", "sb3": "dummy-2thread"},
-    "computes": {"sample_factory": "2x8-rollout32", "sb3": "subproc-1thread"},
-    "sleeps": {"sample_factory": "16x1-rollout32", "sb3": "subproc-2thread"},
+TWO = {"num_workers": 2, "num_envs_per_worker": 8, "worker_num_splits": 2, "rollout": 32}
+SIXTEEN = {"num_workers": 16, "num_envs_per_worker": 1, "worker_num_splits": 1, "rollout": 32}
+VARIANTS = {  # of peers on a simulator, else on any: a name, and arguments of train_...
+    ("sample_factory", "sleeps"): ("16x1-rollout32", SIXTEEN),
+    "sample_factory": ("2x8-rollout32", TWO),
+    ("sb3", "built-in"): ("dummy-2thread", {"processes": False, "threads": 2}),
+    ("sb3", "computes"): ("subproc-1thread", {"processes": True, "threads": 1}),
+    ("sb3", "sleeps"): ("subproc-2thread", {"processes": True, "threads": 2}),
+    "habitat_ver": ("1-inference-worker", {"trainer": "ver", "threads": 1}),
+    "habitat_ddppo": (
+        "double-buffered-1thread",
+        {"trainer": "ddppo", "threads": 1, "double_buffered": True},
+    ),
 }
 PACKAGES = {
-    "ver": [],
     "sample_factory": ["sample-factory"],
     "sb3": ["stable-baselines3", "sb3-contrib"],
     "habitat_ver": ["habitat-lab", "habitat-baselines"],
     "habitat_ddppo": ["habitat-lab", "habitat-baselines"],
 }
 
-
-class PointNavSteady(pointnav.PointNav):
-    """PointNav that turns left instead of eleven `stop`s out of twelve.
-
-    The uniform policy would end every episode after four steps and the trainers would be compared
-    at resetting; so its episodes last 48 steps on average, as those of a trained agent do.
-    """
-
-    def step(self, action):
-        return super().step(2 if action == 0 and self.np_random.random() > 1 / 12 else action)
-
-
-class Busy(gym.Wrapper):
-    """Every step keeps a core busy for so many milliseconds of CPU time."""
-
-    def __init__(self, env, cpu_ms):
-        super().__init__(env)
-        self.cpu_sec = cpu_ms / 1000
-
-    def step(self, action):
-        until = time.thread_time() + self.cpu_sec
-        while time.thread_time() < until:
-            pass
-        return self.env.step(action)
-
-
-# this file is imported twice: as the program, and as `peers` by gym.make
-if ENV_ID not in gym.registry:
-    gym.register(ENV_ID, entry_point="peers:PointNavSteady")
-
-
-def wrappers():
-    """Those of --simulator, which all processes of a run know from their environment."""
-    return SIMULATORS[os.environ.get("SIMULATOR", "built-in")]
+# ------------------------------------------------------------------------- In a peer's own process
 
 
 def make_env(*_, **__):
-    """The environment just as ver_ppo.make_env makes it, wrappers included. Other trainers'
-    arguments are ignored."""
-    env = gym.make(f"peers:{ENV_ID}", disable_env_checker=True)
-    for wrapper in wrappers():
+    """The environment just as ver_ppo.make_env makes it, with the wrappers of --simulator, which
+    all processes of a run know from their environment. Other trainers' arguments are ignored."""
+    env = gym.make(ENV_ID, disable_env_checker=True)
+    for wrapper in SIMULATORS[os.environ.get("SIMULATOR", "built-in")]:
         env = ver_ppo.load(wrapper)(env)
     return env
 
 
-def make_options(latency_ms=0.0, **settings):
-    """ver_ppo.Options, in the words that this version has for them. With `latency_ms`, steps sleep
-    for so many milliseconds on average."""
-    if EARLIER:
-        settings |= {"sim_latency": latency_ms, "sim_latency_spread": LATENCY_SPREAD}
-        if settings.get("lstm_layers") == 0:
-            settings |= {"recurrent": False, "lstm_layers": 1}
-    elif latency_ms:
-        arguments = f"mean_ms={latency_ms}, spread={LATENCY_SPREAD}"
-        settings["wrappers"] = (f"notebooks.extensions.wrappers:Latency({arguments})",)
-    return ver_ppo.Options(**settings)
-
-
 class ObservationEncoder(nn.Module):
-    """The encoders of ver_ppo.Policy, for the peers: B x (depth, goal) -> B x 192 features."""
+    """The encoders of ver_ppo.Policy: B x (depth, goal) -> B x 192 features."""
 
     def __init__(self, space):
         super().__init__()
         self.depth = ver_ppo.SmallCNN(ver_ppo.Images({"depth": space["depth"]}), HIDDEN)
-        self.goal = ver_ppo.Vector("goal", space["goal"], HIDDEN // 2, linear=False)
+        self.goal = ver_ppo.Vector("goal", space["goal"], HIDDEN // 2)
         self.out_features = HIDDEN + HIDDEN // 2
 
     def forward(self, obs):
@@ -188,36 +107,6 @@ class ObservationEncoder(nn.Module):
 
 # Trainers: train for at least `steps`, return a mark (steps so far, time) from the end of learning
 # from each rollout.
-
-
-def train_ver(steps, folder, **options):
-    """ver_ppo.train as it is, logging and checkpoint included."""
-    marks = []
-    write = ver_ppo.Run.write
-
-    def write_and_mark(run, *update):
-        write(run, *update)
-        marks.append((run.step, time.perf_counter()))
-
-    ver_ppo.Run.write = write_and_mark
-    settings = {
-        "env_id": f"peers:{ENV_ID}",
-        "total_timesteps": steps,
-        "device": "cpu",
-        "runs_dir": folder,
-        "eval_episodes": 0,
-        "num_envs": NUM_ENVS,
-        "num_steps": NUM_STEPS,
-        "num_minibatches": MINIBATCHES,
-        "update_epochs": EPOCHS,
-        "hidden_size": HIDDEN,
-        "learning_rate": LEARNING_RATE,
-    }
-    if wrappers():
-        settings["wrappers"] = wrappers()
-    options = make_options(**settings, **options)
-    ver_ppo.train(options)
-    return marks
 
 
 def make_sample_factory_encoder(cfg, obs_space):
@@ -268,7 +157,6 @@ def train_sample_factory(steps, folder, **sampling):
         "train_for_env_steps": steps,
         "async_rl": True,
         "serial_mode": False,
-        "worker_num_splits": 2,  # double-buffered
         "batch_size": ROLLOUT_STEPS // MINIBATCHES,
         "num_batches_per_epoch": MINIBATCHES,
         "num_epochs": EPOCHS,
@@ -359,155 +247,78 @@ def train_habitat(steps, folder, **settings):
     return importlib.import_module("peer_habitat").train(steps, folder, **settings)
 
 
-def measure(trainer, variant, steps):
-    """In the trainer's own process and working directory: train, and print the result as one line
-    of JSON."""
-    trainers = {"ver": train_ver, "sample_factory": train_sample_factory, "sb3": train_sb3}
-    train = trainers.get(trainer, train_habitat)
-    marks = train(steps, os.getcwd(), **VARIANTS[trainer][variant])
+def variant_of(trainer, simulator):
+    """Name and settings of the variant of a peer that suits a simulator."""
+    return VARIANTS.get((trainer, simulator)) or VARIANTS[trainer]
+
+
+def measure_here(trainer, simulator, steps):
+    """Train in this folder, and print the result as one line of JSON."""
+    trainers = {"sample_factory": train_sample_factory, "sb3": train_sb3}
+    _, settings = variant_of(trainer, simulator)
+    marks = trainers.get(trainer, train_habitat)(steps, os.getcwd(), **settings)
     first_step, began_at = marks[WARM_UP_ROLLOUTS - 1]
     last_step, ended_at = marks[-1]
-    packages = ("torch", "gymnasium", "numpy", *PACKAGES[trainer])
-    result = {
-        "trainer": trainer,
-        "variant": variant,
-        "sps": (last_step - first_step) / (ended_at - began_at),
-        "steps": last_step,
-        "versions": {name: version(name) for name in packages},
-    }
-    print("\n" + json.dumps(result))
+    versions = {name: version(name) for name in ("torch", "gymnasium", *PACKAGES[trainer])}
+    sps = (last_step - first_step) / (ended_at - began_at)
+    print("\n" + json.dumps({"sps": sps, "versions": versions}))
 
 
-def start_apart(command, folder, output):
-    """Start a command in this folder, as a session of its own."""
-    pipes = {"stdout": output, "stderr": subprocess.STDOUT}
-    return subprocess.Popen(command, start_new_session=True, cwd=folder, **pipes)
+# ------------------------------------------------------------------------------ In the main process
 
 
-def run_apart(command, timeout_sec):
-    """Run a command in a folder and a session of its own and return the JSON of the last line
-    that it printed.
-
-    Raises RuntimeError, with the end of its output, if it fails, prints no JSON or outlives
-    `timeout_sec`.
-    """
-    with tempfile.TemporaryDirectory() as folder, open(Path(folder) / "output", "w+") as output:
-        process = start_apart(command, folder, output)
-        try:
-            status = process.wait(timeout_sec)
-        except subprocess.TimeoutExpired:
-            status = f"none after {timeout_sec:.0f} s"
-        finally:
-            if process.poll() != 0:
-                kill_session(process)
-        output.seek(0)
-        text = output.read()
-    lines = [line for line in text.splitlines() if line.startswith("{")]
-    if status or not lines:
-        raise RuntimeError(f"{' '.join(command[1:])}: exit status {status}\n{text[-3000:]}")
-    return json.loads(lines[-1])
+def measure_peer(python, trainer, args):
+    """One run of a peer, by its own Python."""
+    what = trainer, args.simulator, args.total_timesteps
+    command = [python, "-c", f"import peers; peers.measure_here{what}"]
+    with tempfile.TemporaryDirectory() as folder:
+        said = harness.execute(command, folder, SIMULATOR=args.simulator)
+    found = json.loads(said.strip().splitlines()[-1])
+    print(trainer, found.pop("versions"), flush=True)
+    return found
 
 
-def signal_session(process, number):
-    """Send a signal to all processes of the session that a process leads."""
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has ended
-            session = int(path.read_text().rsplit(")", 1)[1].split()[3])
-            if session == process.pid:
-                os.kill(int(path.parent.name), number)
-
-
-def kill_session(process):
-    """End a process and its session: a trainer that fails or hangs leaves its worker processes
-    behind, which are in it."""
-    signal_session(process, signal.SIGKILL)
-    process.wait()
-
-
-def start(python, trainer, variant, args):
-    """Run one trainer in a subprocess and return its result. Raises RuntimeError if it fails or
-    outlives --timeout."""
-    command = [python, str(Path(__file__).resolve()), "--trainer", trainer, "--variant", variant]
-    command += ["--total-timesteps", str(args.total_timesteps)]
-    return run_apart(command, args.timeout)
-
-
-def list_runs(args):
-    """(Python, trainer, variant) of every run of a round."""
-    pythons = {
-        "ver": sys.executable,
-        "sample_factory": args.sample_factory_python,
-        "sb3": args.sb3_python,
-        "habitat_ver": args.habitat_python,
-        "habitat_ddppo": args.habitat_python,
-    }
-    runs = []
-    for trainer, python in pythons.items():
-        variants = list(VARIANTS[trainer])
-        if trainer != "ver" and not args.all_variants:
-            variants = [BEST[args.simulator].get(trainer, variants[0])]
-        if python:
-            runs += [(python, trainer, variant) for variant in variants]
-    return runs
+def measure_ours(more, args):
+    """One run of ver_ppo.py."""
+    line = f"--env-id {ENV_ID} --num-envs {NUM_ENVS} --num-steps {NUM_STEPS} --device cpu"
+    line += f" --num-minibatches {MINIBATCHES} --update-epochs {EPOCHS} --hidden-size {HIDDEN}"
+    line += f" --learning-rate {LEARNING_RATE} --eval-episodes 0 {more}"
+    line += f" --total-timesteps {args.total_timesteps}"
+    for wrapper in SIMULATORS[args.simulator]:
+        line += f" --wrappers '{wrapper}'"
+    return {"sps": harness.train(line).rate(WARM_UP_ROLLOUTS)}
 
 
 def compare(args):
-    """Interleaved rounds of all trainers; returns every run's result, and the ratios of our
-    variants to each peer's best."""
-    results = []
-    sps = {}
-    for number in range(1, args.rounds + 1):
-        for python, trainer, variant in list_runs(args):
-            result = start(python, trainer, variant, args)
-            results.append(result)
-            sps.setdefault((trainer, variant), []).append(result["sps"])
-            print(f"round {number}: {trainer} {variant}: {result['sps']:.0f} steps/s", flush=True)
-    summary = []
-    for peer in dict.fromkeys(trainer for trainer, _ in sps if trainer != "ver"):
-        best = max((run for run in sps if run[0] == peer), key=lambda run: np.median(sps[run]))
-        for ours in VARIANTS["ver"]:
-            ratios = [our_sps / its_sps for our_sps, its_sps in zip(sps["ver", ours], sps[best])]
-            found = {"ver": ours, "peer": peer, "variant": best[1], "ratios": ratios}
-            summary.append(found | {"median": np.median(ratios)})
-            spread = f"{np.median(ratios):.2f}, {min(ratios):.2f} to {max(ratios):.2f}"
-            print(f"ver {ours} / {peer} {best[1]}: median {spread}")
-    cores = os.cpu_count()
-    return {
-        "simulator": args.simulator,
-        "steps": args.total_timesteps,
-        "cores": cores,
-        "ratios": summary,
-        "runs": results,
-    }
+    """Interleaved rounds of all trainers."""
+    variants = {}
+    for variant, more in {"default": "", "overlap": "--extensions overlap"}.items():
+        variants[f"ver {variant}"] = functools.partial(measure_ours, more, args)
+    for trainer in PACKAGES:
+        home = "habitat" if trainer.startswith("habitat") else trainer
+        python = getattr(args, f"{home}_python")
+        if python:
+            variant, _ = variant_of(trainer, args.simulator)
+            measure = functools.partial(measure_peer, os.path.abspath(python), trainer, args)
+            variants[f"{trainer} {variant}"] = measure
+    runs = []
+    for results in harness.by_turns(variants, args.rounds):
+        for name, found in results.items():
+            trainer, variant = name.split()
+            runs.append({"trainer": trainer, "variant": variant, **found})
+    suffix = "" if args.simulator == "built-in" else f"-{args.simulator}"
+    harness.keep(args, f"peers{suffix}", found={"simulator": args.simulator, "runs": runs})
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    own = "Python of its virtual environment"
-    baselines = "Python that can import habitat_baselines"
-    parser.add_argument("--sample-factory-python", type=os.path.abspath, help=own)
-    parser.add_argument("--sb3-python", type=os.path.abspath, help=own)
-    parser.add_argument("--habitat-python", type=os.path.abspath, help=baselines)
+    import harness  # which the peers' environments cannot import
+
+    parser = harness.command_line(__doc__)
+    parser.add_argument("--sample-factory-python", help="Python of its virtual environment")
+    parser.add_argument("--sb3-python", help="Python of its virtual environment")
+    parser.add_argument("--habitat-python", help="Python that can import habitat_baselines")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--total-timesteps", type=int, default=100_000, help="of each run")
-    given_up = "seconds after which a run is given up"
-    parser.add_argument("--timeout", type=float, default=900.0, help=given_up)
+    parser.add_argument("--total-timesteps", type=int, default=50_000, help="of each run")
     taken = "what a step takes beside PointNav's own time: 2 ms of a CPU, or 20 ms of sleep"
     parser.add_argument("--simulator", choices=SIMULATORS, default="built-in", help=taken)
-    best = "try all variants of the peers and keep the best"
-    parser.add_argument("--all-variants", action="store_true", help=best)
-    parser.add_argument("--trainer", choices=VARIANTS, help=argparse.SUPPRESS)
-    parser.add_argument("--variant", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    warm_up = WARM_UP_ROLLOUTS * ROLLOUT_STEPS
-    if arguments.total_timesteps <= warm_up:
-        parser.error(f"--total-timesteps must exceed the warm-up of {warm_up}")
-    if arguments.trainer:
-        measure(arguments.trainer, arguments.variant, arguments.total_timesteps)
-    else:
-        # ends as by Ctrl-C: no trainer is left behind
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
-        os.environ["SIMULATOR"] = arguments.simulator
-        print(json.dumps(compare(arguments)))
+    compare(parser.parse_args())

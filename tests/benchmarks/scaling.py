@@ -37,11 +37,11 @@ def simulate_all(args):
         found[workload] = {mode: {} for mode in args.modes}
         for mode in args.modes:
             one = None
-            for ranks in args.ranks:
+            for ranks in sorted({1, *args.ranks}):
                 how = ranks, 16, 128, *mode.split(), args.rollouts
                 streams = [simulate(*how, seed, scenes=scenes) for seed in range(SEEDS)]
                 rate = np.mean([each["rate"] for each in streams])
-                one = one or rate / ranks  # the fewest ranks are taken for as good as single ones
+                one = one or rate
                 best = np.mean([each["hindsight"] for each in streams])
                 at = {"speedup": rate / one, "of_hindsight": rate / best}
                 found[workload][mode][ranks] = at
@@ -54,11 +54,13 @@ def run_all(args):
     variants = {}
     for ranks in args.ranks:
         for mode in args.modes:
-            variants[mode, ranks] = functools.partial(run_ranks, mode, ranks, args.rollouts)
+            run = functools.partial(run_ranks, mode, ranks, args.rollouts)
+            variants[f"{mode}, {ranks}"] = run
     rounds = harness.by_turns(variants, args.rounds)
     found = {mode: {} for mode in args.modes}
-    for mode, ranks in variants:
-        found[mode][ranks] = [results[mode, ranks] for results in rounds]
+    for mode in args.modes:
+        for ranks in args.ranks:
+            found[mode][ranks] = [results[f"{mode}, {ranks}"] for results in rounds]
     harness.keep(args, "ranks", found=found)
 
 
