@@ -94,7 +94,7 @@ class Options:
     seed: int = 1  # of the network, the action sampling, the shuffling and the environments
 
     num_envs: int = 32  # N, environments that run in parallel
-    num_steps: int = 64  # T: a rollout is T x N steps, T from each environment on average
+    num_steps: int = 128  # T: a rollout is T x N steps, T from each environment on average
     # processes that share the environments; 0: all are in the main process (debuggers, exact
     # repetition); auto: as many as keep the CPU cores busy, judged by the time of a few steps
     num_workers: int | Literal["auto"] = "auto"
@@ -108,7 +108,7 @@ class Options:
     learning_rate: float = 2e-3  # at the start; decays to 0 along a cosine
     gamma: float = 0.99  # discount factor
     gae_lambda: float = 0.95  # lambda of generalized advantage estimation
-    num_minibatches: int = 4  # mini-batches per epoch, equally large
+    num_minibatches: int = 8  # mini-batches per epoch, equally large
     update_epochs: int = 2  # passes over each rollout
     clip_coef: float = 0.2  # PPO's clipping range of the probability ratio
     # each rollout's advantages are brought to mean 0 and deviation 1; else divided by the unit in
