@@ -129,7 +129,7 @@ class Options:
     extensions: tuple[str, ...] = ()
 
     device: str = "auto"  # `cpu`, `cuda`, `cuda:1`, ...; auto: CUDA where there is a GPU
-    learner_threads: int | Literal["auto"] = "auto"  # CPU threads; auto: one a core, at most 4
+    learner_threads: int | Literal["auto"] = "auto"  # auto: half of the CPU cores, at most 4
     # learn the entropy coefficient so that the entropy stays above this (VER: 0, for Gaussians)
     target_entropy: float | None = None
 
@@ -2050,7 +2050,9 @@ class Run:
         began_at = time.perf_counter()
         logs = {}
         threads = self.options.learner_threads
-        torch.set_num_threads(min(4, count_cores()) if threads == "auto" else threads)
+        if threads == "auto":  # where others use the cores, too, threads that wait for each other
+            threads = max(1, min(4, count_cores() // 2))  # are many times slower than fewer
+        torch.set_num_threads(threads)
         yield logs
         logs["time/learning_sec"] = time.perf_counter() - began_at
 
@@ -2208,6 +2210,7 @@ def evaluate(policy, spec, options):
     workers = make_workers(options, "val", spec, io)
     bar = tqdm(total=options.eval_episodes, unit=" episodes", delay=20, leave=False)
     with generators, contextlib.closing(workers), bar:
+        torch.set_num_threads(1)  # as in training
         torch.manual_seed(options.seed)
         collector = Collector(policy, workers, io, spec, options)
         collector.greedy = options.greedy

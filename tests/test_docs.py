@@ -1,6 +1,7 @@
 """What is written down is so: the table of mechanisms, the worked examples, the options' help; and
 the code stays small."""
 
+import ast
 import doctest
 import operator
 import re
@@ -154,10 +155,16 @@ def test_style():
 
 
 def test_lesson():
-    """Its end is marked. What is needed by a real run stands below it: the lesson speaks of none of
-    it."""
+    """Its end is marked. Of what stands below it, it uses what the sections there say that it
+    calls, and no name of an extension."""
     lesson, rest = SOURCE.split("\n# End of the lesson\n")
-    assert "def train(" in lesson and "def main(" in rest
-    code = lesson[lesson.index("\nclass Options:") :].split("\n\n\n", 1)[1]
-    elsewhere = r"fault|signal|traced?|timeline|resum|rank|habitat|v-?trace|restart"
-    assert re.findall(rf"\b(?:{elsewhere})\w*", code, re.I) == []
+    below = {node.name for node in ast.parse(rest).body if hasattr(node, "name")}
+    used = {node.id for node in ast.walk(ast.parse(lesson)) if isinstance(node, ast.Name)}
+    sections = re.findall(r"^# -{10,} (.*)\n((?:# .*\n)+)", rest, re.M)
+    said = set()
+    for _, comment in sections:
+        said |= set(re.findall(r"`(\w+)`", comment.split("The lesson calls")[-1].split(";")[0]))
+    assert len(sections) >= 6
+    assert used & below == said
+    theirs = {name for module in EXTENSIONS for name in vars(module)} - set(vars(ver_ppo))
+    assert not used & {name for name in theirs if name[0].isupper()}

@@ -22,19 +22,27 @@ from torch.nn.utils import parameters_to_vector
 
 import ver_multigpu
 import ver_ppo
-from notebooks.extensions.virtual_clock import SPEC, VirtualWorkers, build, collect
+from notebooks.extensions.virtual_clock import SPEC, VirtualWorkers, build
 from notebooks.extensions.virtual_ranks import simulate
 from tests.helpers import (
+    WHERE,
     alive_in_session,
     differences,
     free_port,
     rank_environment,
     run_folders,
+    same,
     small,
     start,
     stop,
     wait_until,
 )
+
+
+def open_stderr(path):
+    """What this process, and those that it starts, print to stderr goes into a file."""
+    with open(path, "ab") as file:
+        os.dup2(file.fileno(), 2)
 
 
 def run_rank(function, rank, port, args):
@@ -44,24 +52,38 @@ def run_rank(function, rank, port, args):
 
 
 @pytest.fixture(scope="module")
-def on_two():
+def on_two(tmp_path_factory):
     """on_two(function, *args): the results of function(rank, *args) in two processes, which all
     tests share."""
-    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
-        yield lambda f, *args: list(
-            pool.map(run_rank, [f] * 2, (0, 1), [free_port()] * 2, [args] * 2, timeout=90)
-        )
+    folder = tmp_path_factory.mktemp("stderr")
+    with contextlib.ExitStack() as stack:
+        pools = []
+        for rank in range(2):
+            of_pool = {"initializer": open_stderr, "initargs": (folder / str(rank),)}
+            pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"), **of_pool)
+            pools.append(stack.enter_context(pool))
+
+        def call(function, *args):
+            port = free_port()
+            calls = [
+                pool.submit(run_rank, function, rank, port, args) for rank, pool in enumerate(pools)
+            ]
+            return [each.result(90) for each in calls]
+
+        yield call
 
 
 def run_main(rank, args, args_1=(), stop_in=0):
     """ver_multigpu.main in one rank, rank 1 with more arguments; it gets SIGTERM twice in its
-    update `stop_in`. Returns exit status, what was printed, what it says of itself alone, all seeds
-    that were derived, the collectives, and what each update learned from and came to."""
+    update `stop_in`. Returns exit status, what was printed, what it and the processes that it has
+    started say of themselves alone, all seeds that were derived, the collectives, and what each
+    update learned from and came to."""
     found = SimpleNamespace(seeds=set(), collectives=[], updates=[])
     call = ver_multigpu.Ranks.call
     update = ver_ppo.ppo_update
     step = ver_ppo.minibatch_step
     derive = ver_ppo.derive_seed
+    collect = ver_multigpu.RankRun.collect
 
     def counting_call(ranks, function, *more, **named):
         # the counter: not a collective
@@ -77,9 +99,14 @@ def run_main(rank, args, args_1=(), stop_in=0):
         found.updates[-1]["learned"] += batch["step"].tolist()
         return step(policy, optimizer, batch, *more)
 
+    def noting_collect(run, source):
+        rollout = collect(run, source)
+        found.fresh = rollout.rows
+        return rollout
+
     def watching_update(policy, optimizer, rollout, *more):
-        steps_N = np.bincount(rollout.env[: rollout.size], minlength=rollout.num_envs)
-        counts = {"fresh": rollout.size, "stale": sum(rollout.segment >= rollout.num_envs)}
+        steps_N = np.bincount(rollout.env[: found.fresh], minlength=rollout.num_envs)
+        counts = {"fresh": found.fresh, "stale": sum(rollout.segment >= rollout.num_envs)}
         counts |= {
             "different": len(set(zip(rollout.env, rollout.sent_at))),
             "min": min(steps_N),
@@ -92,19 +119,21 @@ def run_main(rank, args, args_1=(), stop_in=0):
             os.kill(os.getpid(), signal.SIGTERM)
         return logs
 
-    printed, said = io.StringIO(), io.StringIO()
+    printed = io.StringIO()
+    words = Path("/proc/self/fd/2")
+    before = words.stat().st_size
     with (
         pytest.MonkeyPatch.context() as patch,
         contextlib.redirect_stdout(printed),
         contextlib.redirect_stderr(printed),
     ):
-        patch.setattr(sys, "__stderr__", said)
+        patch.setattr(ver_multigpu.RankRun, "collect", noting_collect)
         patch.setattr(ver_multigpu.Ranks, "call", counting_call)
         patch.setattr(ver_ppo, "derive_seed", noting_seed)
         patch.setattr(ver_ppo, "minibatch_step", watching_step)
         patch.setattr(ver_ppo, "ppo_update", watching_update)
         found.status = ver_multigpu.main(["--rank-timeout", "30", *args, *(args_1 if rank else ())])
-    found.printed, found.said = printed.getvalue(), said.getvalue()
+    found.printed, found.said = printed.getvalue(), words.read_bytes()[before:].decode()
     return found
 
 
@@ -155,8 +184,8 @@ def rollout_of(seed):
     policy, rollout, c = build(workers, 3, 16, num_minibatches=1, update_epochs=1, norm_adv=True)
     torch.manual_seed(seed)
     for _ in range(2):
-        collect(policy, rollout, c)
-    ver_ppo.add_returns(policy, rollout, c.options)
+        c.collect(rollout)
+    ver_ppo.add_returns(rollout, c.options)
     return policy, rollout, c.options
 
 
@@ -179,14 +208,13 @@ def test_halves_are_the_whole(on_two):
     (weights, logs), (other_weights, other_logs) = on_two(learn_half)
     assert torch.equal(weights, other_weights)
     (policy, one, options), (_, two, _) = rollout_of(seed=1), rollout_of(seed=2)
-    half = np.arange(one.steps)
-    whole = ver_ppo.Rollout(
-        SPEC, 2 * one.steps, 2 * one.num_envs, policy.state_shape, torch.device("cpu")
-    )
+    half = np.arange(one.capacity)
+    size = 2 * one.capacity, 2 * one.num_envs
+    whole = ver_ppo.Rollout(SPEC, *size, policy.state_shape, torch.device("cpu"))
     whole.copy(half, one, half)
-    whole.copy(one.steps + half, two, half)
-    whole.learned = whole.steps
-    whole.segment[one.steps :] += one.num_envs
+    whole.copy(one.capacity + half, two, half)
+    whole.rows = whole.capacity
+    whole.segment[one.capacity :] += one.num_envs
     before = parameters_to_vector(policy.parameters()).detach().clone()
     expected, whole_logs = step_weights(policy, whole, options)
     torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-6)
@@ -203,7 +231,7 @@ MODES = [
     [*OPTIMAL, "--sampler", "nover"],
     [*THRESHOLD, "--sampler", "sync", "--sync-frac", "0.5"],
 ]
-MODES += [NONE, [*NONE, "--overlap"], [*NONE, "--sampler", "async"]]
+MODES += [NONE, [*NONE, *WHERE["overlap"]], [*NONE, *WHERE["async"]]]
 
 
 @pytest.mark.parametrize("more", MODES, ids=" ".join)
@@ -314,7 +342,7 @@ def test_step_seconds():
     """By hand: until an environment had given its 4 steps, or until the end; those that gave none
     count as one step."""
     rollout = ver_ppo.Rollout(SPEC, 12, 3, (2, 8), torch.device("cpu"))
-    rollout.size, rollout.clock = 7, (100.0, 110.0, 0.0)
+    rollout.rows, rollout.clock = 7, (100.0, 110.0, 0.0)
     rollout.env[:] = [0, 1, 0, 0, 1, 0, 1, 2, 2, 2, 2, 2]  # the last five are of the rollout before
     rollout.began_at[:7] = [100, 101, 102, 104, 103, 106, 107]
     rollout.step_sec[:7] = [1, 1, 1, 1, 1, 2, 1]
@@ -353,25 +381,22 @@ def test_enough(tmp_path, how, limit, others, most):
     options = ver_multigpu.Options(
         env_id="CartPole-v1", num_envs=2, num_steps=8, preemption=how, runs_dir=str(tmp_path)
     )
-    with contextlib.closing(ver_multigpu.Ranks(60)) as ranks:
-        with contextlib.closing(
-            ver_multigpu.RankRun(ranks, options, *ver_ppo.build(options))
-        ) as run:
-            run.begin_rollout(limit, 0.0, 0.0)
-            ranks.count(0, others)
-            for steps in (0, 2, most, most + 1):
-                time.sleep(run.look_sec)
-                assert run.enough(steps) == (steps > most)
-            run.begin_rollout(ver_multigpu.NO_LIMIT, 0.0, 0.0)
-            assert not run.enough(0)
-            ranks.count(0, ver_multigpu.STOP)
+    with contextlib.closing(ver_multigpu.RankRun(options)) as run:
+        run.begin_rollout(limit, 0.0, 0.0)
+        run.ranks.count(0, others)
+        for steps in (0, 2, most, most + 1):
             time.sleep(run.look_sec)
-            assert run.enough(0)
+            assert run.enough(steps) == (steps > most)
+        run.begin_rollout(ver_multigpu.NO_LIMIT, 0.0, 0.0)
+        assert not run.enough(0)
+        run.ranks.count(0, ver_multigpu.STOP)
+        time.sleep(run.look_sec)
+        assert run.enough(0)
 
 
 def content(rollout, step):
     """Everything that is known of a step but its segment."""
-    rows = (rollout.rows[name] for name in rollout.dtype.names if name != "segment")
+    rows = (rollout.table[name] for name in rollout.dtype.names if name != "segment")
     return [
         column[step].tobytes()
         for column in (*rows, rollout.obs["obs"].numpy(), rollout.state.numpy())
@@ -386,34 +411,31 @@ def test_fill_up():
     ending = lambda e, step: "terminated" if step % 11 == 10 else None  # noqa: E731
     workers = VirtualWorkers(3, lambda e, step: [1.0, 1.7, 4.1][e] * rng.uniform(0.5, 2), ending)
     policy, rollout, c = build(workers, 3, 16)
-    run = SimpleNamespace(
-        options=SimpleNamespace(preemption="optimal"), previous=None, spec=SPEC, policy=policy
-    )
+    learned = ver_ppo.Rollout(SPEC, 48, 3, policy.state_shape, torch.device("cpu"))
+    fresh = 0
     for update in range(40):
         goal = 48 if update == 0 else int(rng.integers(1, 50))
-        c.enough = lambda steps: steps >= goal  # noqa: B023
-        ver_ppo.collect_rollout(policy, rollout, c)
-        fresh, c.version = rollout.size, update + 1
+        c.enough = lambda rows: rows >= goal  # noqa: B023
+        c.collect(rollout)
+        newest, fresh, c.version = fresh, rollout.rows, update + 1
         assert min(goal, 48) <= fresh <= 48
         ver_ppo.check_rollout(rollout, update)
-        ver_ppo.add_returns(policy, rollout, c.options)
-        assert ver_multigpu.RankRun.fill_up(run, rollout) == {
-            "ranks/stale_share": (48 - fresh) / 48
-        }
-        steps = [
-            (int(e), round(float(reward - e) * 1000))
-            for e, reward in zip(rollout.env, rollout.reward)
-        ]
+        ver_ppo.add_returns(rollout, c.options)
+        ver_multigpu.fill_up(learned, newest, rollout)
+        numbers = (1000 * (learned.reward - learned.env)).round().astype(int)
+        steps = list(zip(learned.env.tolist(), numbers.tolist()))
+        collected = [content(rollout, index) for index in range(fresh)]
+        assert [content(learned, index) for index in range(fresh)] == collected
         all_steps += steps[:fresh]
         assert steps[fresh:] + steps[:fresh] == all_steps[-48:], "the newest, in time order"
         assert len(set(steps)) == 48, "no step twice"
-        assert all(known[steps[index]] == content(rollout, index) for index in range(fresh, 48))
-        sequences = ver_ppo.find_sequences(rollout.segment, rollout.first)
+        assert all(known[steps[index]] == content(learned, index) for index in range(fresh, 48))
+        sequences = ver_ppo.find_sequences(learned.segment, learned.first)
         assert sorted(np.concatenate(sequences)) == list(range(48))
         for sequence in sequences:
-            assert len(set(rollout.env[sequence])) == 1 and len(set(sequence >= fresh)) == 1
+            assert len(set(learned.env[sequence])) == 1 and len(set(sequence >= fresh)) == 1
             assert (np.diff([steps[index][1] for index in sequence]) == 1).all()
-        known |= {step: content(rollout, index) for index, step in enumerate(steps)}
+        known |= {step: content(learned, index) for index, step in enumerate(steps)}
 
 
 # ------------------------------------------------------------------------------ decisions, failures
@@ -473,12 +495,17 @@ def test_failing_environment_of_one_rank(tmp_path, on_two, workers, env, words, 
     args += [] if learned else ["--wrappers", LATENCY.format(1000), "--rank-timeout", "20"]
     ranks = on_two(run_main, args, ["--env-id", f"tests.faulty_envs:{env}-v0"])
     assert [rank.status for rank in ranks] == [1, 1], ranks[0].printed
-    assert "rank 1: " in ranks[0].printed and words in ranks[0].printed and ranks[1].printed == ""
+    assert "rank 1: " in ranks[0].printed and ranks[1].printed == ""
+    # a worker process prints it itself
+    assert words in (ranks[0].printed if workers == "0" else ranks[1].said)
+    assert workers == "0" or "rank 1: environment " in ranks[1].said
     assert (saved(tmp_path)["step"] > 0) == learned
 
 
+TRACE = ["--extensions", "trace(file=/nowhere/trace)"]
 REFUSED = [  # arguments of both ranks, of rank 1 alone, and words of the message
-    (["--overlap"], [], "--preemption"),
+    (WHERE["overlap"], [], "--preemption optimal: must be none with an extension"),
+    (WHERE["async"], [], "--preemption optimal: must be none with an extension"),
     (["--sync-frac", "0"], [], "--sync-frac"),
     (["--rank-timeout", "0"], [], "--rank-timeout"),
     (["--device", "cuda:1"], [], "--device cuda:1: cannot be used"),
@@ -489,8 +516,8 @@ REFUSED = [  # arguments of both ranks, of rank 1 alone, and words of the messag
         "no licence",
     ),
     (["--resume", "nowhere"], [], "nowhere"),
-    (["--trace", "/nowhere/trace"], [], "--trace /nowhere/trace: cannot be written"),
-    ([], ["--trace", "/nowhere/trace"], "--trace /nowhere/trace.1: cannot be written"),
+    (TRACE, [], "trace: /nowhere/trace cannot be written"),
+    ([], TRACE, "trace: /nowhere/trace.1 cannot be written"),
 ]
 
 
@@ -547,23 +574,24 @@ def test_store_is_opened_once(monkeypatch):
     assert second.get("key") == b"value"
 
 
-def test_failure_of_one_rank(tmp_path, on_two):
-    """Out of memory, and an environment that is started again, in rank 1 alone: said once, with its
-    rank."""
-    args = small(
-        tmp_path, "--env-id", "tests.envs:Count-v0", "--num-workers", "0", "--rank-timeout", "20"
-    )
-    ranks = on_two(
-        run_main,
-        args,
-        ["--env-id", "tests.faulty_envs:Faulty-raise-v0", "--policy", "tests.envs:Greedy"],
-    )
-    assert [rank.status for rank in ranks] == [1, 1]
-    assert "rank 0: another rank has died" in ranks[0].said
-    assert "tried to allocate" not in ranks[0].said
-    assert ranks[1].said.count("rank 1: ") == 5 and "you tried to allocate" in ranks[1].said
-    assert "give more --num-minibatches" in ranks[1].said
-    assert ranks[1].said.count("rank 1: environment ") == 4
+def test_failure_of_one_rank(tmp_path):
+    """Out of memory, and an environment that is started again, in rank 1 alone: said once, the
+    latter with its rank; rank 0 ends at once."""
+    port = free_port()
+    line = "--env-id tests.envs:Count-v0 --num-workers 0 --num-minibatches 4 --rank-timeout 60"
+    args = ["ver_multigpu.py", *small(tmp_path, *line.split())]
+    args_1 = "--env-id tests.faulty_envs:Faulty-raise-v0 --policy tests.envs:Greedy".split()
+    processes = []
+    try:
+        for rank, more in enumerate(([], args_1)):
+            processes.append(start([*args, *more], **rank_environment(rank, 2, port)))
+        said, said_1 = [process.communicate(timeout=40)[0] for process in processes]
+        assert [process.returncode for process in processes] == [1, 1]
+        assert "rank 0: another rank has died" in said and "tried to allocate" not in said
+        assert said_1.count("you tried to allocate") == 1
+        assert said_1.count("rank 1: ") == said_1.count("rank 1: environment ") == 4
+    finally:
+        stop([process.pid for process in processes])
 
 
 def test_signal_in_a_long_update(tmp_path):
@@ -699,32 +727,22 @@ def test_restart_after_an_early_death(tmp_path):
 
 
 def test_a_restart_only_resumes(tmp_path, monkeypatch):
-    """What torchrun's next start appends takes precedence over what began the run."""
-    args = small(
-        tmp_path,
-        "--env-id",
-        "CartPole-v1",
-        "--num-workers",
-        "0",
-        "--total-timesteps",
-        "64",
-        "--preemption",
-        "none",
-    )
+    """What torchrun's next start appends takes precedence over what began the run: another run that
+    was resumed, or the weights of one."""
+    line = "--env-id CartPole-v1 --num-workers 0 --preemption none --total-timesteps 64"
+    args = small(tmp_path, *line.split())
     assert ver_multigpu.main(args) == 0
     (folder,), store = run_folders(tmp_path), torch.distributed.HashStore()
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setattr(ver_multigpu, "open_store", lambda timeout_sec: store)
     assert ver_multigpu.interrupted_run() == []
     store.set(ver_multigpu.FOLDER_KEY, str(folder))
-    for began in (["--reset", "critic"], ["--reset", "policy", "--freeze-encoder"]):
-        began += ["--init-from", str(folder / "checkpoint.pt"), *ver_multigpu.interrupted_run()]
-        options = ver_ppo.parse_options([*args, *began], ver_multigpu.Options)
-        assert (options.resume, options.init_from) == (
-            str(folder),
-            None,
-        )
-        assert options.reset == "nothing"
+    began = [*args, "--resume", str(tmp_path / "another"), *ver_multigpu.interrupted_run()]
+    assert ver_ppo.parse_options(began, ver_multigpu.Options).resume == str(folder)
+    before = saved(tmp_path)["policy"]
+    transfer = f"transfer(file={folder / 'checkpoint.pt'}, reset=policy)"
+    assert ver_multigpu.main([*args, "--extensions", transfer]) == 0
+    assert same(saved(tmp_path)["policy"], before) and run_folders(tmp_path) == [folder]
 
 
 def test_cores_are_shared(monkeypatch):
@@ -733,4 +751,5 @@ def test_cores_are_shared(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert ver_ppo.count_cores() == max(1, cores // 2)
     busy = ver_ppo.EnvSpec(SPEC.observations, SPEC.action, (), step_sec=0.01, cpu_sec=0.01)
-    assert ver_ppo.count_workers(ver_multigpu.Options(num_envs=64), busy) == max(1, cores // 2)
+    workers, _ = ver_ppo.count_workers(ver_multigpu.Options(num_envs=64), busy)
+    assert workers == max(1, cores // 2)

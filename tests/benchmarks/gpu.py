@@ -1,7 +1,7 @@
 """What ver_ppo.py does on a GPU: one call of ten minutes, nothing beside it.
 
-    gpu.py measure                                     writes notebooks/results/gpu.json
-    gpu.py measure --device cpu --seconds 20           a dry run of the same way
+    gpu.py measure                                    writes notebooks/results/gpu.json
+    gpu.py measure --device cpu --more "--num-envs 4 --num-steps 8"     a dry run of the same way
 
 sps         steps per second of training as it is, logging included: for --seconds, from the fifth
             update on
@@ -104,8 +104,7 @@ def attempt(what, call):
 
 def measure(args):
     """Every variant, then a short training."""
-    common = f"{POINTNAV} --device {args.device}"
-    device = torch.cuda.get_device_name() if args.device != "cpu" else "a CPU"
+    common = f"{POINTNAV} --device {args.device} {args.more}"
     found = {}
     for name, more in VARIANTS.items():
         arguments = f"{common} {more}"
@@ -114,18 +113,19 @@ def measure(args):
         ranks = 1 if name == "one rank" else 0
         rate = functools.partial(measure_rate, arguments, args.seconds, ranks)
         found[name] = attempt(name, rate)
-        if not ranks:
+        if not ranks and "--extensions" not in more:  # they collect elsewhere
             inside = functools.partial(harness.apart, inspect, arguments)
             found[name] |= attempt(name, inside)
-        harness.keep(args, "gpu", device=device, found=found)
+        harness.keep(args, "gpu", found=found)
     call = functools.partial(learn_default, common, args.total_timesteps)
-    harness.keep(args, "gpu", device=device, found=found, learned=attempt("learned", call))
+    harness.keep(args, "gpu", found=found, learned=attempt("learned", call))
 
 
 if __name__ == "__main__":
     parser = harness.command_line(__doc__)
     parser.add_argument("what", choices=["measure"])
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--seconds", type=float, default=25, help="of each training")
+    parser.add_argument("--seconds", type=float, default=30, help="of each, starting included")
     parser.add_argument("--total-timesteps", type=int, default=300_000, help="of the last one")
+    parser.add_argument("--more", default="", help="more arguments of all trainings")
     measure(parser.parse_args())

@@ -138,9 +138,13 @@ class Trained:
         return {name: [float(mean), float(error)] for name, mean, error in found}
 
     def rate(self, first=WARM_UP):
-        """Steps per second from the end of update `first` to the end of the last one."""
-        steps, _, written_at = self.curves["charts/learning_rate"][:, first - 1 :]
-        return (steps[-1] - steps[0]) / (written_at[-1] - written_at[0])
+        """Steps per second from the end of update `first` to the end of the last one. Raises
+        RuntimeError if it did not come to that."""
+        none = np.zeros((3, 0))
+        steps, _, written_at = self.curves.get("charts/learning_rate", none)[:, first - 1 :]
+        if len(steps) < 2:
+            raise RuntimeError(f"less than {first + 1} updates: train for longer\n{self.said}")
+        return float((steps[-1] - steps[0]) / (written_at[-1] - written_at[0]))
 
     def mean(self, tag, first=WARM_UP):
         """Mean of a tag's values in the updates after `first`."""
@@ -213,8 +217,8 @@ def collecting(arguments, checkpoint=None):
 
 def learn(run, rollout):
     """One update of a run, from all of a rollout."""
-    rows = run.add_returns(rollout)
-    ver_ppo.ppo_update(run.policy, run.optimizer, rollout, rows, run.options)
+    learned = run.add_returns(rollout)
+    ver_ppo.ppo_update(run.policy, run.optimizer, learned, run.options)
 
 
 # ----------------------------------------------------------------------------------- Measurements
@@ -242,7 +246,7 @@ def by_turns(variants, rounds):
     for name in names:
         sps = [results[name]["sps"] for results in found]
         ratios = [results[name]["sps"] / results[names[0]]["sps"] for results in found]
-        print(f"{name}: {spread(sps)} steps/s, {spread(ratios, 2)} times {names[0]}", flush=True)
+        print(f"{name}: {spread(sps)} steps/s, {spread(ratios, 2)} times the first", flush=True)
     return found
 
 
@@ -255,7 +259,8 @@ def machine():
     models = re.findall(r"model name\s*: (.*)", info.read_text()) if info.exists() else []
     model = models[0] if models else platform.processor()
     cores = len(os.sched_getaffinity(0))
-    return f"{cores} core{'s' * (cores > 1)} of {model}, torch {torch.__version__}"
+    gpu = f"{torch.cuda.get_device_name()}, " if torch.cuda.is_available() else ""
+    return f"{gpu}{cores} core{'s' * (cores > 1)} of {model}, torch {torch.__version__}"
 
 
 def where_and_when():

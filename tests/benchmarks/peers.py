@@ -59,11 +59,11 @@ SIMULATORS = {  # wrappers that make a step take longer
     "computes": ("simulators:Busy(cpu_ms=2)",),
     "sleeps": ("notebooks.extensions.wrappers:Latency(mean_ms=20, spread=0.8)",),
 }
-TWO = {"num_workers": 2, "num_envs_per_worker": 8, "worker_num_splits": 2, "rollout": 32}
-SIXTEEN = {"num_workers": 16, "num_envs_per_worker": 1, "worker_num_splits": 1, "rollout": 32}
+TWO = "--num_workers=2 --num_envs_per_worker=8 --worker_num_splits=2 --rollout=32"
+SIXTEEN = "--num_workers=16 --num_envs_per_worker=1 --worker_num_splits=1 --rollout=32"
 VARIANTS = {  # of peers on a simulator, else on any: a name, and arguments of train_...
-    ("sample_factory", "sleeps"): ("16x1-rollout32", SIXTEEN),
-    "sample_factory": ("2x8-rollout32", TWO),
+    ("sample_factory", "sleeps"): ("16x1-rollout32", {"sampling": SIXTEEN}),
+    "sample_factory": ("2x8-rollout32", {"sampling": TWO}),
     ("sb3", "built-in"): ("dummy-2thread", {"processes": False, "threads": 2}),
     ("sb3", "computes"): ("subproc-1thread", {"processes": True, "threads": 1}),
     ("sb3", "sleeps"): ("subproc-2thread", {"processes": True, "threads": 2}),
@@ -137,7 +137,7 @@ def make_sample_factory_policy(cfg, obs_space, action_space):
     return policy
 
 
-def train_sample_factory(steps, folder, **sampling):
+def train_sample_factory(steps, folder, sampling):
     """APPO with double-buffered sampling and the learner in a process of its own (its defaults)."""
     from sample_factory.algo.runners.runner import AlgoObserver
     from sample_factory.algo.utils.context import global_model_factory
@@ -145,32 +145,17 @@ def train_sample_factory(steps, folder, **sampling):
     from sample_factory.envs.env_utils import register_env
     from sample_factory.train import make_runner
 
-    register_env(ENV_ID, make_env)
+    register_env("peers", make_env)
     global_model_factory().register_encoder_factory(make_sample_factory_encoder)
     global_model_factory().register_actor_critic_factory(make_sample_factory_policy)
-    settings = {
-        "algo": "APPO",
-        "env": ENV_ID,
-        "train_dir": folder,
-        "experiment": "peers",
-        "device": "cpu",
-        "train_for_env_steps": steps,
-        "async_rl": True,
-        "serial_mode": False,
-        "batch_size": ROLLOUT_STEPS // MINIBATCHES,
-        "num_batches_per_epoch": MINIBATCHES,
-        "num_epochs": EPOCHS,
-        "use_rnn": True,
-        "rnn_type": "lstm",
-        "rnn_size": HIDDEN,
-        "recurrence": -1,
-        "policy_initialization": "torch_default",
-        "normalize_input": False,
-        "normalize_returns": False,
-        "learning_rate": LEARNING_RATE,
-        **sampling,
-    }
-    arguments = [f"--{name}={value}" for name, value in settings.items()]
+    arguments = f"--algo=APPO --env=peers --train_dir={folder} --experiment=peers --device=cpu"
+    arguments += f" --train_for_env_steps={steps} --async_rl=True --serial_mode=False"
+    arguments += f" --batch_size={ROLLOUT_STEPS // MINIBATCHES} --num_epochs={EPOCHS}"
+    arguments += f" --num_batches_per_epoch={MINIBATCHES} --learning_rate={LEARNING_RATE}"
+    arguments += f" --use_rnn=True --rnn_type=lstm --rnn_size={HIDDEN} --recurrence=-1"
+    arguments += " --policy_initialization=torch_default --normalize_input=False"
+    arguments += f" --normalize_returns=False {sampling}"
+    arguments = arguments.split()
     parser, _ = parse_sf_args(arguments)
     _, runner = make_runner(parse_full_cfg(parser, arguments))
     marks = []
@@ -218,25 +203,12 @@ def train_sb3(steps, folder, processes, threads):
 
     kind = SubprocVecEnv if processes else DummyVecEnv
     vec_env = kind([make_env] * NUM_ENVS)
-    policy = {
-        "features_extractor_class": Extractor,
-        "net_arch": [],
-        "ortho_init": False,  # the encoder is, and channels-last weights cannot be made so again
-        "lstm_hidden_size": HIDDEN,
-        "shared_lstm": True,
-        "enable_critic_lstm": False,
-    }
-    model = RecurrentPPO(
-        "MultiInputLstmPolicy",
-        vec_env,
-        learning_rate=LEARNING_RATE,
-        n_steps=NUM_STEPS,
-        batch_size=ROLLOUT_STEPS // MINIBATCHES,
-        n_epochs=EPOCHS,
-        policy_kwargs=policy,
-        seed=1,
-        device="cpu",
-    )
+    sizes = {"n_steps": NUM_STEPS, "batch_size": ROLLOUT_STEPS // MINIBATCHES, "n_epochs": EPOCHS}
+    policy = {"features_extractor_class": Extractor, "net_arch": [], "lstm_hidden_size": HIDDEN}
+    policy |= {"shared_lstm": True, "enable_critic_lstm": False}
+    policy |= {"ortho_init": False}  # the encoder is, and channels-last weights cannot be again
+    more = {"learning_rate": LEARNING_RATE, "policy_kwargs": policy, "seed": 1, "device": "cpu"}
+    model = RecurrentPPO("MultiInputLstmPolicy", vec_env, **sizes, **more)
     model.learn(steps, callback=Marker())
     vec_env.close()
     return marks

@@ -36,6 +36,7 @@ as long as four steps.
 
 import functools
 import itertools
+import os
 import re
 import shlex
 import sys
@@ -333,31 +334,19 @@ def measure_ours(arguments):
 def measure_theirs(policy, steps, task):
     """The same of habitat-baselines' VER trainer, from the lines that it logs every ten updates."""
     with tempfile.TemporaryDirectory() as folder:
-        settings = {
-            "trainer_name": "ver",
-            "num_environments": 4,
-            "rl.ppo.num_steps": 32,
-            "rl.ppo.ppo_epoch": 2,
-            "rl.ppo.num_mini_batch": 2,
-            "rl.ppo.hidden_size": 512,
-            "rl.policy.main_agent.name": policy,
-            "total_num_steps": steps,
-            "num_checkpoints": 1,
-            "load_resume_state_config": False,
-            "tensorboard_dir": f"{folder}/tb",
-            "checkpoint_folder": f"{folder}/ckpt",
-            "video_dir": f"{folder}/video",
-            "log_file": f"{folder}/log",
-        }
-        settings = {f"habitat_baselines.{name}": value for name, value in settings.items()}
-        settings["hydra.run.dir"] = folder
-        settings["habitat.simulator.habitat_sim_v0.gpu_device_id"] = -1
-        for side in ("width", "height"):
-            settings[f"{SENSORS}.depth_sensor.{side}"] = 128
-        settings[f"~{SENSORS}.rgb_sensor"] = ""
+        settings = f"trainer_name=ver num_environments=4 total_num_steps={steps}"
+        settings += f" rl.policy.main_agent.name={policy} rl.ppo.hidden_size=512"
+        settings += " rl.ppo.num_steps=32 rl.ppo.ppo_epoch=2 rl.ppo.num_mini_batch=2"
+        settings += " num_checkpoints=1 load_resume_state_config=False"
+        settings += f" tensorboard_dir={folder}/tb checkpoint_folder={folder}/ckpt"
+        settings += f" video_dir={folder}/video log_file={folder}/log"
+        lines = [f"habitat_baselines.{setting}" for setting in settings.split()]
+        lines += [f"hydra.run.dir={folder}", "habitat.simulator.habitat_sim_v0.gpu_device_id=-1"]
+        lines += [f"{SENSORS}.depth_sensor.width=128", f"{SENSORS}.depth_sensor.height=128"]
+        lines += [f"~{SENSORS}.rgb_sensor", *override_lines(task)]
         words = [sys.executable, "-u", "-m", "habitat_baselines.run"]
-        words += ["--config-name=pointnav/ppo_pointnav_example.yaml"]
-        said = harness.execute([*words, *override_lines(settings | task)], **ALONE)
+        words += ["--config-name=pointnav/ppo_pointnav_example.yaml", *lines]
+        said = harness.execute(words, **ALONE)
     marks = []
     for day, ms, frames in re.findall(r"^(\S+ \S+),(\d+) update: .*frames: (\d+)", said, re.M):
         marks.append((datetime.fromisoformat(day).timestamp() + int(ms) / 1000, int(frames)))
@@ -382,10 +371,10 @@ if __name__ == "__main__":
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rollouts", type=int, default=10, help=of_run)
     parser.add_argument("--workloads", nargs="+", choices="abcd", default=list("abcd"))
-    parser.add_argument("--checkpoint", help="latency, parts: of a run of `pointnav`")
+    parser.add_argument("--checkpoint", type=os.path.abspath, help="of a run of `pointnav`")
     parser.add_argument("--seconds", type=float, default=20.0, help="workers, versions: of a run")
     parser.add_argument("--variant", action="append", help="versions: folder and arguments")
-    parser.add_argument("--data", help="habitat: folder of scenes and episodes")
+    parser.add_argument("--data", type=os.path.abspath, help="habitat: scenes and episodes")
     parser.add_argument("--scene", default="rooms_s", help="habitat")
     parser.add_argument("--steps", type=int, default=12_000, help="habitat: of a run")
     args = parser.parse_args()

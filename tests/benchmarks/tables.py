@@ -197,22 +197,18 @@ def populations_table(*both):
 # ------------------------------------------------------------------------------------------ Speed
 
 
-def ratios(rounds, name, base, what="sps"):
-    """A variant's number beside another one's, in each round."""
-    return [results[name][what] / results[base][what] for results in rounds]
-
-
 def samplers_table(kept):
     """Steps per second of every sampler, beside lock-step and beside what the workload allows."""
     rows = []
     for workload, measured in kept["found"]["workloads"].items():
-        rounds = measured["rounds"]
-        sps = [spread([results[mode]["sps"] for results in rounds]) for mode in SAMPLERS]
-        over_sync = [spread(ratios(rounds, mode, "sync"), 2) for mode in SAMPLERS]
+        sps = []
+        over_sync = []
         shares = []
         for mode in SAMPLERS:
-            share = [results[mode]["sps"] / results[mode]["bound"] for results in rounds]
-            shares.append(spread(share, 2))
+            found = [(results[mode], results["sync"]["sps"]) for results in measured["rounds"]]
+            sps.append(spread([own["sps"] for own, _ in found]))
+            over_sync.append(spread([own["sps"] / sync for own, sync in found], 2))
+            shares.append(spread([own["sps"] / own["bound"] for own, _ in found], 2))
         rows.append([f"{workload}: steps/s", *sps])
         rows.append([f"{workload}: ratio to `sync`", *over_sync])
         rows.append([f"{workload}: share of its bound", *shares])
@@ -222,14 +218,16 @@ def samplers_table(kept):
 def feed_forward_table(kept):
     """The same with the LSTM and without, in the same rounds."""
     (measured,) = kept["found"]["workloads"].values()
-    rounds = measured["rounds"]
-    networks = "", " feed-forward"  # behind the name of the mode
     rows = []
-    for mode in (mode for mode in SAMPLERS if mode in rounds[0]):
-        row = [f"`{mode}`"]
-        row += [spread([results[mode + end]["sps"] for results in rounds]) for end in networks]
-        row += [spread(ratios(rounds, mode + end, "sync" + end), 2) for end in networks]
-        rows.append(row)
+    for mode in (mode for mode in SAMPLERS if mode in measured["rounds"][0]):
+        sps = []
+        over_sync = []
+        for end in ("", " feed-forward"):  # of the name of the mode
+            own = np.array([results[mode + end]["sps"] for results in measured["rounds"]])
+            sps.append(spread(own))
+            sync = [results["sync" + end]["sps"] for results in measured["rounds"]]
+            over_sync.append(spread(own / sync, 2))
+        rows.append([f"`{mode}`", *sps, *over_sync])
     head = ["steps/s with the LSTM", "without", "ratio to `sync` with the LSTM", "without"]
     return table(["", *head], rows)
 
@@ -309,8 +307,8 @@ def gpu_table(kept):
         for name, form in {"sps": ",.0f", "collecting": ".2f", "learning": ".2f"}.items():
             row.append(f"{found[name]:{form}}" if found.get(name) is not None else "–")
         row.append(f"{found['memory_mib']:,.0f}" if "memory_mib" in found else "–")
-        log_prob = f"{found['log_prob']:.0e} ({found['approx_kl']:.0e})"
-        rows.append([*row, log_prob if "log_prob" in found else "–"])
+        both = [found.get(name) for name in ("log_prob", "approx_kl")]
+        rows.append([*row, "–" if None in both else "{:.0e} ({:.0e})".format(*both)])
     head = ["steps/s", "collecting", "learning", "memory, MiB", "difference (KL)"]
     return table(["", *head], rows)
 
@@ -364,20 +362,14 @@ def write_tables(text):
 
 
 def check_tables():
-    """What is wrong with the pages: tables without a place or with several, unknown ones, and pages
-    that would change."""
+    """What is wrong with the pages: a table without its one place, or one that would change."""
     texts = {page: page.read_text() for page in PAGES}
-    marks = [name for text in texts.values() for _, name, _ in MARKS.findall(text)]
-    wrong = []
-    for name in sorted({*LEARNED, *OF_FILES, *marks}):
-        if name not in {*LEARNED, *OF_FILES}:
-            wrong.append(f"{name}: there is no such table")
-        elif marks.count(name) != 1:
-            wrong.append(f"{name}: {marks.count(name)} places in the pages")
-    if not wrong:
-        changed = [page for page, text in texts.items() if write_tables(text) != text]
-        wrong = [f"{page}: would change; run tables.py" for page in changed]
-    return wrong
+    marks = sorted(name for text in texts.values() for _, name, _ in MARKS.findall(text))
+    known = sorted({*LEARNED, *OF_FILES})
+    if marks != known:
+        return [f"the pages have places for {marks}; there are {known}"]
+    changed = [page for page, text in texts.items() if write_tables(text) != text]
+    return [f"{page}: would change; run tables.py" for page in changed]
 
 
 # --------------------------------------------------------------------------------------- Pictures
