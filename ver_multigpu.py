@@ -44,7 +44,7 @@ import torch
 import torch.distributed as dist
 
 import ver_ppo
-from ver_ppo import EnvironmentFailure, Interrupted, UserError
+from ver_ppo import Collector, EnvironmentFailure, Interrupted, UserError
 
 # ---------------------------------------------------------------------------------------- Options
 
@@ -283,22 +283,21 @@ class RankRun(ver_ppo.Run):
         self.newest = 0  # ... of which so many are of the last rollout
         self.min_steps = options.rollout_steps // 4 if options.preemption == "threshold" else 1
         self.begin_rollout(NO_LIMIT, 0.0, 0.5)
-        failure = None
-        try:
-            check_gpus(self.ranks, options.device)
-            own_way = type(self).rollouts, self.collector_class
-            if options.preemption != "none" and own_way != (RankRun.rollouts, ver_ppo.Collector):
-                advice = "must be none with an extension that collects in its own way"
-                ver_ppo.refuse(options, "preemption", advice)
-            super().__init__(options)
-        except UserError as error:
-            failure = error
-        try:
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(self.close)
+            failure = None
+            try:
+                check_gpus(self.ranks, ver_ppo.choose_device(options))
+                own_way = type(self).rollouts, self.collector_class
+                if options.preemption != "none" and own_way != (RankRun.rollouts, Collector):
+                    advice = "must be none with an extension that collects in its own way"
+                    ver_ppo.refuse(options, "preemption", advice)
+                super().__init__(options)
+            except UserError as error:
+                failure = error
             self.ranks.agree(failure)
             begin_alike(self.ranks, self)
-        except Exception:
-            self.close()
-            raise
+            on_failure.pop_all()
         if self.ranks.rank:  # weights were drawn alike; environments and actions are not
             seed = ver_ppo.derive_seed(SEED_OF_RANK, options.seed, self.ranks.rank)
             self.options = replace(options, seed=seed)

@@ -129,7 +129,8 @@ class Options:
     extensions: tuple[str, ...] = ()
 
     device: str = "auto"  # `cpu`, `cuda`, `cuda:1`, ...; auto: CUDA where there is a GPU
-    learner_threads: int | Literal["auto"] = "auto"  # auto: half of the CPU cores, at most 4
+    # CPU threads of the network while learning; auto: half of the cores, at most 4
+    learner_threads: int | Literal["auto"] = "auto"
     # learn the entropy coefficient so that the entropy stays above this (VER: 0, for Gaussians)
     target_entropy: float | None = None
 

@@ -7,6 +7,7 @@ datasets/pointnav/*/v1 and scene_datasets (its train and val episodes lie in one
 
 import importlib.util
 import os
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -18,7 +19,7 @@ import pytest
 
 import ver_ppo
 from notebooks.environments import habitat, pointnav
-from tests.helpers import one_line, run_folders, small
+from tests.helpers import ROOT, WHERE, one_line, run_folders, small
 
 # habitat-lab 0.3.320260507, pointnav_habitat_test.yaml, 16 x 16 depth; and ObjectNav's category
 SPACES = {
@@ -286,8 +287,8 @@ def test_simulator_is_chosen(recorded, capsys):
 def test_without_workers(recorded, capsys, tmp_path):
     """auto keeps to the built-in simulator with --num-workers 0, and says so once; keys of Habitat
     ask for it."""
-    line = "--env-id pointnav --overlap --num-workers 0 --total-timesteps 64 --eval-episodes 1"
-    assert ver_ppo.main(small(tmp_path, *line.split())) == 0
+    line = "--env-id pointnav --num-workers 0 --total-timesteps 64 --eval-episodes 1"
+    assert ver_ppo.main(small(tmp_path, *line.split(), *WHERE["overlap"])) == 0
     said = [text for text in capsys.readouterr().out.splitlines() if "simulator: " in text]
     assert said == ["simulator: built-in (--num-workers 0: Habitat needs worker processes)"]
     for split, num_envs in (("train", 1), ("train", 4), ("val", 1), ("val", 4)):
@@ -408,19 +409,21 @@ def real_args():
 
 @REAL
 def test_real_habitat(tmp_path, capfd):
-    """Check, train with all invariants checked, resume, evaluate, film, transfer."""
+    """Check, train with all invariants checked, evaluate, film, resume, transfer."""
     assert habitat.main(real_args()) == 0
     env_kwargs = ["--env-kwargs", "simulator=habitat", "image_size=32", *real_args()]
     args = small(tmp_path, *"--num-workers 2 --debug --total-timesteps 512".split())
-    assert ver_ppo.main([*args, "--eval-episodes", "4", "--capture-video", *env_kwargs]) == 0
+    assert ver_ppo.main([*args, "--eval-episodes", "4", *env_kwargs]) == 0
     said = capfd.readouterr().out
     assert "evaluation, 4 sampled episodes" in said and "spl" in said and "distance_to_goal" in said
     (folder,) = run_folders(tmp_path)
-    assert (folder / "evaluation.gif").exists()
+    command = ["-m", "notebooks.extensions.play", str(folder), "--gif", str(tmp_path / "film.gif")]
+    subprocess.run([sys.executable, *command], cwd=ROOT, check=True)
+    assert (tmp_path / "film.gif").exists()
     assert ver_ppo.main(["--resume", str(folder), "--total-timesteps", "1024"]) == 0
-    line = "--num-workers 2 --freeze-encoder --reset critic --total-timesteps 256"
-    args = small(tmp_path / "transfer", *line.split(), "--init-from", str(folder / "checkpoint.pt"))
-    assert ver_ppo.main([*args, *env_kwargs]) == 0
+    args = small(tmp_path / "transfer", *"--num-workers 2 --total-timesteps 256".split())
+    transfer = f"transfer(file={folder / 'checkpoint.pt'}, freeze=True, reset=critic)"
+    assert ver_ppo.main([*args, *env_kwargs, "--extensions", transfer]) == 0
 
 
 @REAL

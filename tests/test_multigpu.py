@@ -6,7 +6,6 @@ import io
 import os
 import shutil
 import signal
-import sys
 import time
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from datetime import timedelta
@@ -74,14 +73,15 @@ def on_two(tmp_path_factory):
 
 
 def run_main(rank, args, args_1=(), stop_in=0):
-    """ver_multigpu.main in one rank, rank 1 with more arguments; it gets SIGTERM twice in its
-    update `stop_in`. Returns exit status, what was printed, what it and the processes that it has
-    started say of themselves alone, all seeds that were derived, the collectives, and what each
-    update learned from and came to."""
+    """ver_multigpu.main in one rank, rank 1 with more arguments; it gets SIGTERM twice at the end
+    of its update `stop_in`. Returns exit status, what was printed, what it and the processes that
+    it has started say of themselves alone, all seeds that were derived, the collectives, and what
+    each update learned from and came to."""
     found = SimpleNamespace(seeds=set(), collectives=[], updates=[])
     call = ver_multigpu.Ranks.call
     update = ver_ppo.ppo_update
     step = ver_ppo.minibatch_step
+    statistics = ver_ppo.update_statistics
     derive = ver_ppo.derive_seed
     collect = ver_multigpu.RankRun.collect
 
@@ -115,9 +115,12 @@ def run_main(rank, args, args_1=(), stop_in=0):
         found.updates.append({**counts, "learned": []})
         logs = update(policy, optimizer, rollout, *more)
         found.updates[-1]["weights"] = parameters_to_vector(policy.parameters()).tolist()
+        return logs
+
+    def stopping_statistics(*args):
+        statistics(*args)
         for _ in range(2 * (rank == 1 and len(found.updates) == stop_in)):
             os.kill(os.getpid(), signal.SIGTERM)
-        return logs
 
     printed = io.StringIO()
     words = Path("/proc/self/fd/2")
@@ -132,6 +135,7 @@ def run_main(rank, args, args_1=(), stop_in=0):
         patch.setattr(ver_ppo, "derive_seed", noting_seed)
         patch.setattr(ver_ppo, "minibatch_step", watching_step)
         patch.setattr(ver_ppo, "ppo_update", watching_update)
+        patch.setattr(ver_ppo, "update_statistics", stopping_statistics)
         found.status = ver_multigpu.main(["--rank-timeout", "30", *args, *(args_1 if rank else ())])
     found.printed, found.said = printed.getvalue(), words.read_bytes()[before:].decode()
     return found
@@ -178,7 +182,7 @@ def test_ranks_part_before_evaluating(tmp_path, monkeypatch):
 def rollout_of(seed):
     """A rollout of one rank, its policy (the same for every seed) and options."""
     durations = np.random.default_rng(seed).uniform(0.3, 3.0, 64)
-    ending = lambda e, step: "terminated" if step % 9 == 8 else None  # noqa: E731
+    ending = lambda e, step: "terminated" if step % 9 == 8 else None
     workers = VirtualWorkers(3, lambda e, step: durations[(7 * e + step) % 64], ending)
     torch.manual_seed(0)
     policy, rollout, c = build(workers, 3, 16, num_minibatches=1, update_epochs=1, norm_adv=True)
@@ -403,39 +407,48 @@ def content(rollout, step):
     ]
 
 
-def test_fill_up():
+def test_fill_up(tmp_path, monkeypatch):
     """Whenever rollouts end early, the rank learns from exactly S steps: all the new ones and the
     newest of those it learned from before, contents, advantages and returns unchanged, in time
     order and never joined to new ones."""
     rng, all_steps, known = np.random.default_rng(3), [], {}
-    ending = lambda e, step: "terminated" if step % 11 == 10 else None  # noqa: E731
+    ending = lambda e, step: "terminated" if step % 11 == 10 else None
     workers = VirtualWorkers(3, lambda e, step: [1.0, 1.7, 4.1][e] * rng.uniform(0.5, 2), ending)
     policy, rollout, c = build(workers, 3, 16)
-    learned = ver_ppo.Rollout(SPEC, 48, 3, policy.state_shape, torch.device("cpu"))
-    fresh = 0
-    for update in range(40):
-        goal = 48 if update == 0 else int(rng.integers(1, 50))
-        c.enough = lambda rows: rows >= goal  # noqa: B023
-        c.collect(rollout)
-        newest, fresh, c.version = fresh, rollout.rows, update + 1
-        assert min(goal, 48) <= fresh <= 48
-        ver_ppo.check_rollout(rollout, update)
-        ver_ppo.add_returns(rollout, c.options)
-        ver_multigpu.fill_up(learned, newest, rollout)
-        numbers = (1000 * (learned.reward - learned.env)).round().astype(int)
-        steps = list(zip(learned.env.tolist(), numbers.tolist()))
-        collected = [content(rollout, index) for index in range(fresh)]
-        assert [content(learned, index) for index in range(fresh)] == collected
-        all_steps += steps[:fresh]
-        assert steps[fresh:] + steps[:fresh] == all_steps[-48:], "the newest, in time order"
-        assert len(set(steps)) == 48, "no step twice"
-        assert all(known[steps[index]] == content(learned, index) for index in range(fresh, 48))
-        sequences = ver_ppo.find_sequences(learned.segment, learned.first)
-        assert sorted(np.concatenate(sequences)) == list(range(48))
-        for sequence in sequences:
-            assert len(set(learned.env[sequence])) == 1 and len(set(sequence >= fresh)) == 1
-            assert (np.diff([steps[index][1] for index in sequence]) == 1).all()
-        known |= {step: content(learned, index) for index, step in enumerate(steps)}
+    monkeypatch.setattr(ver_ppo, "build", lambda options: (SPEC, policy))
+    given = {"num_envs": 3, "num_steps": 16, "num_workers": 0, "device": "cpu"}
+    options = ver_multigpu.Options(**given, runs_dir=str(tmp_path))
+    with contextlib.closing(ver_multigpu.RankRun(options)) as run:
+        for update in range(40):
+            goal = 48 if update == 0 else int(rng.integers(1, 50))
+            c.enough = lambda rows: rows >= goal
+            c.collect(rollout)
+            fresh, c.version = rollout.rows, update + 1
+            assert min(goal, 48) <= fresh <= 48
+            ver_ppo.check_rollout(rollout, update)
+            learned = run.add_returns(rollout)
+            assert learned.rows == learned.capacity == 48
+            collected = [content(rollout, index) for index in range(fresh)]
+            assert [content(learned, index) for index in range(fresh)] == collected
+            all_steps += check_filled_up(learned, fresh, all_steps, known)
+
+
+def check_filled_up(learned, fresh, all_steps, known):
+    """All that a rank learns from. `all_steps`: what it has collected before; `known`: the contents
+    of what it has learned from, to which these are added. Returns the fresh steps."""
+    numbers = (1000 * (learned.reward - learned.env)).round().astype(int)
+    steps = list(zip(learned.env.tolist(), numbers.tolist()))
+    in_order = [*all_steps, *steps[:fresh]]
+    assert steps[fresh:] + steps[:fresh] == in_order[-48:], "the newest, in time order"
+    assert len(set(steps)) == 48, "no step twice"
+    assert all(known[steps[index]] == content(learned, index) for index in range(fresh, 48))
+    sequences = ver_ppo.find_sequences(learned.segment, learned.first)
+    assert sorted(np.concatenate(sequences)) == list(range(48))
+    for sequence in sequences:
+        assert len(set(learned.env[sequence])) == 1 and len(set(sequence >= fresh)) == 1
+        assert (np.diff([steps[index][1] for index in sequence]) == 1).all()
+    known |= {step: content(learned, index) for index, step in enumerate(steps)}
+    return steps[:fresh]
 
 
 # ------------------------------------------------------------------------------ decisions, failures

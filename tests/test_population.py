@@ -357,15 +357,15 @@ def test_the_best_score_counts(tmp_path, monkeypatch, donor):
 
     monkeypatch.setattr(population, "evolve", spying_evolve)
     scores = iter([5.0, 9.0, 3.0, 4.0, 2.0, 1.0, 7.0, 8.0])
-    monkeypatch.setattr(population.MemberRun, "write", rewritten(scores))
+    monkeypatch.setattr(population.MemberRun, "write_scalars", rewritten(scores))
     assert member(tmp_path, 1, steps=320) == 0  # two updates between decisions
     assert given == [(9.0, 9.0), (4.0, 4.0)]
     assert member(tmp_path, 2, steps=128) == 0
 
 
 def rewritten(scores):
-    """MemberRun.write, after which the last episodes have the next of these scores."""
-    write = population.MemberRun.write
+    """MemberRun.write_scalars, after which the last episodes have the next of these scores."""
+    write = population.MemberRun.write_scalars
 
     def written(self, *args):
         write(self, *args)
@@ -417,19 +417,22 @@ def test_memory(tmp_path, donor, monkeypatch):
 
 
 def test_only_its_own_runs(tmp_path, capsys):
-    """A member begins by --init-from, and goes on with what it has learned itself: the same
-    environment."""
+    """A member begins with the weights of another run, and goes on with what it has learned itself:
+    the same environment."""
     run = run_here(tmp_path / "own", "--env-id CartPole-v1 --num-workers 0 --total-timesteps 64")
     one_line(
         capsys,
         f"{LINE} --population {tmp_path}/p --member 1 --resume {run}".split(),
-        "give --init-from",
+        "give --extensions transfer(file=...) for its weights",
         population.main,
     )
-    assert member(tmp_path, 1, f"--init-from {run / 'checkpoint.pt'}", steps=192) == 0
-    # the same command line again
-    assert member(tmp_path, 1, f"--init-from {run / 'checkpoint.pt'}", steps=256) == 0
+    line = f"--extensions transfer(file={run / 'checkpoint.pt'}) --learning-rate 1e-30"
+    assert member(tmp_path, 1, line, steps=192) == 0
     (own,) = (tmp_path / "p" / "1").glob("CartPole*")
+    weights = [saved(each)["policy"]["actor.weight"] for each in (run, own)]
+    torch.testing.assert_close(*weights)
+    # the same command line again
+    assert member(tmp_path, 1, line, steps=256) == 0
     assert saved(own)["step"] == 256
     one_line(
         capsys,

@@ -71,7 +71,7 @@ POPGYM = "popgym:popgym-"
 DOORKEY = "minigrid:MiniGrid-DoorKey-5x5-v0"
 BLIND = "--wrappers \"gymnasium.wrappers:FilterObservation(filter_keys=['goal'])\""
 NO_VELOCITY = "--wrappers 'notebooks.extensions.wrappers:Hide(indices={})'"
-MORE_EPOCHS = "--update-epochs 10 --num-envs 16 --num-steps 64"
+MORE_EPOCHS = "--update-epochs 10 --num-envs 16 --num-steps 64 --num-minibatches 4"
 ZOO = f"{MORE_EPOCHS} --gamma 0.9 --learning-rate 1e-3 --ent-coef 0"
 CLEANRL = "--num-envs 1 --num-steps 2048 --update-epochs 10 --num-minibatches 32"
 CLEANRL += " --learning-rate 3e-4 --ent-coef 0 --lstm-layers 0"
@@ -192,7 +192,8 @@ UNEVEN = {  # arguments, curves, steps
         100_000,
     ),
     "pointnav": (
-        "--env-id simulators:UnevenPointNav-v0 --num-envs 16 --num-steps 128 --num-workers 16",
+        "--env-id simulators:UnevenPointNav-v0 --num-envs 16 --num-workers 16 --num-steps 128"
+        " --num-minibatches 4",
         ("metrics/success", "metrics/spl"),
         300_000,
     ),
@@ -369,10 +370,11 @@ MEMBERS = 4
 TUNED_SEEDS = 8
 SPREADS = 0.1, 0.2, 0.5, 1.0, 2.0  # standard deviations of returns whose mean is 1
 OF_BOTH = "--num-envs 16 --num-workers 0 --learner-threads 1 --eval-episodes 100 --greedy"
+OF_CARTPOLE = "--num-steps 128 --num-minibatches 4"
 OF_CUE = "--num-steps 64 --gae-lambda 1 --hidden-size 32 --update-epochs 4 --num-minibatches 2"
 # arguments, tuned rate, powers of ten between which rates are drawn, steps between decisions
 POPULATIONS = {
-    "CartPole-v1": (f"--env-id CartPole-v1 {OF_BOTH} --num-steps 128", 2e-3, (-4.5, -1.5), 8192),
+    "CartPole-v1": (f"--env-id CartPole-v1 {OF_BOTH} {OF_CARTPOLE}", 2e-3, (-4.5, -1.5), 8192),
     "cue": (f"--env-id {CUE} {OF_BOTH} {OF_CUE}", 3e-3, (-4, -1), 4096),
 }
 

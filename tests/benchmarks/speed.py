@@ -12,10 +12,10 @@
     speed.py versions --variant "FOLDER ARGUMENTS" --variant ...
                                           the ver_ppo.py of these folders, by turns
 
-16 environments, T = 128. The learning rate is close to 0, so that episodes keep their length. FILE
-is the checkpoint.pt of a run of `pointnav`. A round is every variant once, each a process of its
-own; its rate is that from the end of the fifth update to the end of the last one, learning and
-logging included.
+16 environments, T = 128, 4 mini-batches; the learning rate is close to 0, so that episodes keep
+their length. FILE is the checkpoint.pt of a run of `pointnav`. A round is every variant once, each
+a process of its own; its rate is that from the end of the fifth update to the end of the last one,
+learning and logging included.
 
 a  rearrangement: 16 simulators that sleep 20 ms a step, as unevenly as the paper's: `sync` keeps
    0.39 of the rate that it has when they are even, `nover` comes to 1 / 1.31 of `ver`
@@ -55,7 +55,7 @@ from notebooks.environments.habitat import QUIET, override_lines
 CORES = ver_ppo.count_cores()
 NUM_ENVS = 16
 ROLLOUT_STEPS = NUM_ENVS * 128
-COMMON = "--num-envs 16 --num-steps 128 --device cpu --eval-episodes 0"
+COMMON = "--num-envs 16 --num-steps 128 --num-minibatches 4 --device cpu --eval-episodes 0"
 STILL = f"{COMMON} --learning-rate 1e-6"
 WORKLOADS = {
     "a rearrangement": "--env-id simulators:Rearrangement-v0 --num-workers 16 --update-epochs 6",

@@ -88,15 +88,19 @@ def tasks_table():
     return [*lines, "", footer]
 
 
+DEFAULT_STEPS = " --total-timesteps 2000000"  # need not be given
+
+
 def commands():
-    """What these results were got by."""
+    """The first table's command lines."""
     lines = []
     for task in learn.TASKS:
         found = draw.load_result(task)
+        command = f"python ver_ppo.py {learn.TASKS[task].arguments}"
         words = f"--seed {', '.join(str(run['seed']) for run in found['runs'])}"
         if task in learn.PACKAGES:
             words = f"not run by the tests: pip install '{learn.PACKAGES[task]}'; {words}"
-        lines.append(f"    {found['command']}  # {words}")
+        lines.append(f"    {command.replace(DEFAULT_STEPS, '')}  # {words}")
     return lines
 
 
@@ -310,7 +314,12 @@ def gpu_table(kept):
         both = [found.get(name) for name in ("log_prob", "approx_kl")]
         rows.append([*row, "–" if None in both else "{:.0e} ({:.0e})".format(*both)])
     head = ["steps/s", "collecting", "learning", "memory, MiB", "difference (KL)"]
-    return table(["", *head], rows)
+    lines = table(["", *head], rows)
+    if learned := kept.get("learned"):
+        spl, error = learned["evaluation"]["spl"]
+        words = f"{learned['steps']:,} steps by default in {learned['seconds']} s"
+        lines += ["", f"{words}: SPL {spl:.3f} ± {error:.3f}."]
+    return lines
 
 
 # ------------------------------------------------------------------------------------------ Pages
