@@ -129,7 +129,7 @@ class Options:
     extensions: tuple[str, ...] = ()
 
     device: str = "auto"  # `cpu`, `cuda`, `cuda:1`, ...; auto: CUDA where there is a GPU
-    # CPU threads of the network while learning; auto: half of the cores, at most 4
+    # CPU threads while learning; auto: one a core, at most 4, but one where others need the cores
     learner_threads: int | Literal["auto"] = "auto"
     # learn the entropy coefficient so that the entropy stays above this (VER: 0, for Gaussians)
     target_entropy: float | None = None
@@ -1903,6 +1903,7 @@ class Run:
         self.recent = deque(maxlen=100)  # episode_stats of the last episodes
         self.cycles = deque(maxlen=100)  # (seconds, SHARES) of the last updates
         self.signal = None
+        self.crowded = False  # whether other programs used the cores in the last update
         self.unsaved = None  # why the last checkpoint could not be written
         self.spec, self.policy = build(options)
         self.optimizer = self.make_optimizer()
@@ -2047,15 +2048,20 @@ class Run:
     @contextlib.contextmanager
     def learning(self):
         """Around the learning of one update: sets the number of threads, takes the time. Yields a
-        dictionary to log."""
+        dictionary to log. On busy cores, threads that wait for each other are many times slower
+        than one alone; so there is one if this one had to wait for its core the last time."""
         began_at = time.perf_counter()
+        delay_sec = -run_delay_sec()
         logs = {}
         threads = self.options.learner_threads
-        if threads == "auto":  # where others use the cores, too, threads that wait for each other
-            threads = max(1, min(4, count_cores() // 2))  # are many times slower than fewer
+        if threads == "auto":
+            threads = 1 if self.crowded else min(4, count_cores())
         torch.set_num_threads(threads)
         yield logs
-        logs["time/learning_sec"] = time.perf_counter() - began_at
+        learning_sec = time.perf_counter() - began_at
+        delay_sec += run_delay_sec()
+        self.crowded = delay_sec > 0.05 * learning_sec
+        logs["time/learning_sec"] = learning_sec
 
     def log(self, rollout, logs):
         """Count an update and its steps, write what to log, and from time to time a checkpoint."""
