@@ -362,7 +362,7 @@ class RankRun(ver_ppo.Run):
         try:
             rollout = super().collect(source)
             self.count(rollout.rows, done=True)
-        except (Interrupted, UserError) as error:
+        except (Interrupted, UserError, OSError) as error:
             failure = error
         except EnvironmentFailure as error:
             failure = EnvironmentFailure(f"rank {self.ranks.rank}: {error}")
