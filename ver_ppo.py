@@ -1708,16 +1708,21 @@ def guarded_worker(inbox, outbox, environments):
     """`env_worker` in a process group of its own. An exception is printed and ends the process,
     whatever threads the simulators have."""
     lead_group()
+    status = 1
     try:
         env_worker(inbox, outbox, environments)
+        return
     except EnvironmentFailure as error:
         tell(str(error))
-        status = BAD_ANSWER_STATUS if isinstance(error, BadAnswer) else 1
-        # then the process ends, with that status: a simulator may hang here
-        threading.Timer(CLOSING_SEC, os._exit, [status]).start()
-        for environment in reversed(environments.values()):
-            environment.close()
-        os._exit(status)
+        if isinstance(error, BadAnswer):
+            status = BAD_ANSWER_STATUS
+    except BrokenPipeError:  # whoever collects has died
+        pass
+    # then the process ends, with that status: a simulator may hang when it is closed
+    threading.Timer(CLOSING_SEC, os._exit, [status]).start()
+    for environment in reversed(environments.values()):
+        environment.close()
+    os._exit(status)
 
 
 class SupervisedWorkers(Workers):

@@ -131,7 +131,8 @@ def far_device(monkeypatch):
 
 def start(device, more, rollout_device=None):
     """Policy, optimizer and collector on a device, and a rollout there or elsewhere."""
-    words = f"--num-envs 3 --num-steps 8 --hidden-size 8 --num-workers 0 {more}".split()
+    words = "--num-envs 3 --num-steps 8 --num-minibatches 4 --hidden-size 8 --num-workers 0"
+    words = f"{words} {more}".split()
     options = ver_ppo.tyro.cli(ver_ppo.Options, args=words)
     spec = ver_ppo.describe_env(options)
     torch.manual_seed(1)
