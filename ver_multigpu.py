@@ -287,7 +287,7 @@ class RankRun(ver_ppo.Run):
             on_failure.callback(self.close)
             failure = None
             try:
-                check_gpus(self.ranks, ver_ppo.choose_device(options))
+                check_gpus(self.ranks, options)
                 own_way = type(self).rollouts, self.collector_class
                 if options.preemption != "none" and own_way != (RankRun.rollouts, Collector):
                     advice = "must be none with an extension that collects in its own way"
@@ -389,8 +389,7 @@ class RankRun(ver_ppo.Run):
         ends."""
         options = self.options
         own = super().describe(rollout, logs)
-        quota = options.rollout_steps if options.sampler == "ver" else options.num_steps
-        parts = self.ranks.gather((*own, step_seconds(rollout, quota)))
+        parts = self.ranks.gather((*own, step_seconds(rollout, options.quota)))
         steps_R, logs_R, episodes_R, step_sec_RN = zip(*parts)
         reduce = {"_min": min, "_max": max}  # of the others, means
         logs = {}
@@ -426,15 +425,21 @@ class RankRun(ver_ppo.Run):
             super().evaluate()
 
 
-def check_gpus(ranks, device):
-    """Raise UserError, in all ranks, if two of them have the same GPU."""
+def check_gpus(ranks, options):
+    """Raise UserError, in all ranks, if one has no such device, or two have the same GPU."""
     gpu = f"rank {ranks.rank}"
-    if torch.device(device).type == "cuda":
-        gpu = str(torch.cuda.get_device_properties(device).uuid)
+    failure = None
+    try:
+        device = ver_ppo.choose_device(options)
+        if device.type == "cuda":
+            gpu = str(torch.cuda.get_device_properties(device).uuid)
+    except UserError as error:
+        failure = error
+    ranks.agree(failure)
     gpu_R = ranks.gather(gpu)
     if len(set(gpu_R)) < ranks.size:
         text = f"{ranks.size} ranks need as many GPUs, and have {len(set(gpu_R))}"
-        raise UserError(f"--device {device}: {text}: try --device cpu")
+        ver_ppo.refuse(options, "device", f"{text}: try --device cpu")
 
 
 def begin_alike(ranks, run):

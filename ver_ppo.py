@@ -38,10 +38,10 @@ Q sequences, M steps of a mini-batch, B any batch (env_B: the numbers of B envir
 units, L layers, F features, A dimensions of an action. action_BA is B x A, log_prob_B B numbers.
 
 The file down to "End of the lesson" is VER: options, the training loop, then its parts in the order
-in which a step travels. Each section after that adds something that a real run needs, can be read
-alone, and names its functions that the lesson calls. Simulators, other networks, and other ways to
-collect come in by their names, from notebooks/ or from files of your own. Papers: VER; DD-PPO
-(Wijmans et al. 2020); Sample Factory (Petrenko et al. 2020).
+in which a step needs them. Each section after that adds something that a real run needs, can be
+read alone, and begins with a list of the functions that the lesson calls. Simulators, other
+networks, and other ways to collect come in by their names, from notebooks/ or from files of your
+own. Papers: VER; DD-PPO (Wijmans et al. 2020); Sample Factory (Petrenko et al. 2020).
 """
 
 import argparse
@@ -154,37 +154,39 @@ class Options:
         """S, steps of one rollout."""
         return self.num_steps * self.num_envs
 
+    @property
+    def quota(self):
+        """The most steps that one environment may give to a rollout."""
+        return self.rollout_steps if self.sampler == "ver" else self.num_steps
+
 
 # ------------------------------------------------------------------------------------------ Train
-
-
-def build(options):
-    """What the trainer must know of the environment (`EnvSpec`), and a new policy."""
-    spec = describe_env(options)
-    torch.manual_seed(options.seed)
-    return spec, make_policy(spec, options).to(choose_device(options))
 
 
 def train(options, run_class=None):
     """Train to --total-timesteps, save, evaluate. Returns the run folder.
 
-    The only training loop there is. Many GPUs and --extensions differ from it in members of the run
-    alone, which in one process do no more than this (the rest of `Run`, the run's folder, stands
-    after the lesson):
+    The only training loop there is: many GPUs and --extensions override members of the run. In one
+    process, these do no more than this (`Run` itself stands after the lesson, with the run folder):
 
-        rollouts       inline_rollouts(self): one is collected when the one before is learned from
-        collect        next(source)
-        schedule       sets the learning rate: --learning-rate x decay_at(step, options)
-        add_returns    add_returns(rollout, options), and returns it: it is what is learned from
+        training       around it all: yields `rollouts()`; saves at the end, whatever ended it
+        rollouts       the iterator inline_rollouts(self), which collects one whenever it is asked
+        collect        next(source); leaves the loop after a signal: so no rollout is empty
+        learning       around an update: measures its time; yields the dictionary that is logged
+        schedule       sets the learning rate, and returns which share of the first one it is
+        add_returns    calls the function add_returns; returns the rollout that is learned from
         average        nothing: one process has no one to average with
         log            counts the rollout's steps, keeps numbers, now and then a checkpoint
         make_optimizer, save, evaluate
+
+    `update_statistics` is for encoders that normalize what they read.
     """
-    with contextlib.closing(extend(run_class or Run, options)(options)) as run:
-        with run.training() as source:  # run.rollouts()
+    extended_class = extend(run_class or Run, options)  # --extensions are mixed in
+    with contextlib.closing(extended_class(options)) as run:
+        with run.training() as source:
             while run.step < options.total_timesteps:
                 rollout = run.collect(source)
-                with run.learning() as logs:  # takes the time
+                with run.learning() as logs:
                     decay = run.schedule()
                     learned = run.add_returns(rollout)
                     logs |= ppo_update(run.policy, run.optimizer, learned, options, run.average)
@@ -198,6 +200,16 @@ def decay_at(step, options):
     """The share of --learning-rate that is left: a cosine from 1 to 0 (VER table A1)."""
     progress = min(1.0, step / options.total_timesteps)
     return 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def build(options):
+    """What the trainer must know of the environment (`EnvSpec`), and a new policy: `Run` begins
+    with them."""
+    device = choose_device(options)
+    options = replace(options, device=str(device))
+    spec = describe_env(options)
+    torch.manual_seed(options.seed)
+    return spec, make_policy(spec, options).to(device)
 
 
 # ----------------------------------------------------------------------------------------- Policy
@@ -229,7 +241,7 @@ class LSTM(nn.LSTM):
         hidden = []
         cells = []
         out_BH = x_BF
-        for layer, weights in enumerate(self.all_weights):  # nn.LSTM takes twice the time here
+        for layer, weights in enumerate(self.all_weights):  # nn.LSTM does this in twice the time
             memory = state_B[:, layer], state_B[:, self.num_layers + layer]
             out_BH, cell_BH = torch.lstm_cell(out_BH, memory, *weights)
             hidden.append(out_BH)
@@ -242,7 +254,8 @@ class LSTM(nn.LSTM):
         `state_Q` is the state before each sequence's first step, longest sequence first.
         """
         hidden_LQH, cell_LQH = state_Q.transpose(0, 1).contiguous().split(self.num_layers)
-        return packed_lstm(self, x_MF, batch_sizes, hidden_LQH, cell_LQH)  # nn.LSTM, faster
+        # what nn.LSTM computes of a PackedSequence, faster
+        return packed_lstm(self, x_MF, batch_sizes, hidden_LQH, cell_LQH)
 
 
 class FeedForward(nn.Linear):
@@ -417,8 +430,8 @@ class EnvIO(Shared):
     def __init__(self, spec, num_envs, first_episode=0):
         obs = np.dtype(spec.obs_fields, align=True)
         columns = [
-            ("obs", obs),
-            ("final_obs", obs),  # the last one of an episode: the reset replaces it
+            ("obs", obs),  # a record with a field for each part
+            ("final_obs", obs),  # the last one of an episode, since the reset overwrites `obs`
             ("action", spec.action_dtype, (spec.action_dims,)),  # the one that was sent last
             ("first", bool),  # `obs` begins an episode
             ("reward", np.float32),
@@ -435,7 +448,8 @@ class EnvIO(Shared):
 
 class Rollout(Shared):
     """A table of steps: S complete ones in time order (VER section 2.2), or N pending ones by
-    environment. Observations and recurrent states are tensors on `device`, all else is columns.
+    environment. Observations and recurrent states are tensors on `device`, all else is columns
+    (shared, because extensions may collect in another process).
 
     It has room for `capacity` steps; its first `rows` are complete.
     """
@@ -449,13 +463,13 @@ class Rollout(Shared):
             self.obs[key] = torch.from_numpy(np.zeros((capacity, *shape), kind)).to(device)
         self.state = torch.zeros(capacity, *state_shape, device=device)  # before the step
         self.rows = 0
-        # value after each segment's last step
+        # of each segment: the value after its last step
         self.bootstrap = np.zeros(num_envs, np.float32)
         self.clock = (0.0, 0.0, 0.0)  # when collecting began and ended, seconds that it waited
         action = spec.action_dtype, (spec.action_dims,)
         columns = [
             ("env", int),
-            ("segment", int),  # which steps belong together: here, those of an environment
+            ("segment", int),  # which steps belong together: `env` here, otherwise in extensions
             ("version", int),  # of the policy that chose the action
             ("first", bool),  # first step of an episode: the memory was reset before it
             ("prev_action", *action),
@@ -508,7 +522,8 @@ def read_numbers(pipe):
 
 
 class Environment:
-    """One environment and its row of EnvIO. Lives in a worker process, or where one collects."""
+    """One environment and its row of EnvIO. Lives in a worker process; with --num-workers 0, in the
+    process that collects."""
 
     def __init__(self, number, options, split, spec, io):
         self.number = number
@@ -535,7 +550,7 @@ class Environment:
         """Begin the next episode, from a seed of its own."""
         self.io.episode[self.number] += 1
         episode = self.io.episode[self.number]
-        # first number 0: train, 1: val; SEED_OF_LEARNER and others are for other generators
+        # the split is a part of it, so that training and validation never share one
         seed = derive_seed(self.split == "val", self.options.seed, self.number, episode)
         observation, _ = self.env.reset(seed=seed)
         self.length = 0
@@ -687,10 +702,7 @@ class Collector:
         self.idle = np.arange(0)  # environments that were taken and got no action yet
         # recurrent state after each environment's latest action, its step complete or not
         self.state_N = torch.zeros(num_envs, *policy.state_shape, device=self.device)
-        self.given_N = np.zeros(num_envs, int)  # steps that each has given to this rollout ...
-        self.quota = options.num_steps  # ... and the most that it may give
-        if options.sampler == "ver":
-            self.quota = options.rollout_steps
+        self.given_N = np.zeros(num_envs, int)  # steps that each has given to this rollout
         self.version = 0
         self.greedy = False
         self.waited_sec = 0.0
@@ -719,12 +731,12 @@ class Collector:
         full = self.is_full(rollout)  # `enough` may hold at once
         while not full:
             env_B = self.await_answers(rollout.capacity - rollout.rows, rollout.rows)
-            acted_B = env_B[self.in_flight_N[env_B]]  # others have just started
+            acted_B = env_B[self.in_flight_N[env_B]]  # others have just been made: no step yet
             row_B = rollout.rows + np.arange(len(acted_B))
             self.complete_steps(rollout, acted_B, row_B)
             rollout.rows += len(acted_B)
             full = self.is_full(rollout)
-            wanted_B = (self.given_N[env_B] < self.quota) & (not full)
+            wanted_B = (self.given_N[env_B] < self.options.quota) & (not full)
             self.act(env_B[wanted_B])
             self.idle = np.append(self.idle, env_B[~wanted_B])
         # a step in flight began where its environment's last complete one ended: its value is
@@ -740,9 +752,9 @@ class Collector:
 
     def await_answers(self, room, rows=0):
         """Dynamic batching (VER section 2.1): take all environments that have answered, at least
-        one, in order of arrival; if the rollout has no room for all, so many: the others stay in
-        flight. `sync` waits for every environment. None are taken if the rollout, of which so many
-        rows are complete, must end first."""
+        one, in order of arrival; but `room` of them at most, the others stay in flight. `sync`
+        waits for every environment. None are taken if a rollout of this many rows is `enough`
+        before one answers."""
         needed = self.options.num_envs if self.options.sampler == "sync" else 1
         began_at = time.perf_counter()
         self.answered += self.workers.receive(0)
@@ -763,6 +775,7 @@ class Collector:
         first_B = self.io.first[env_B] & (not final)  # it is about the next episode then
         arrays = [env_B, self.pending.action[env_B], first_B]  # the last action that was sent
         arrays += [shown[key][env_B] for key in shown.dtype.names]
+        # as tensors on the policy's device; index_B: env_B there
         index_B, prev_action_BA, first_B, *parts = upload(arrays, self.device)
         obs = dict(zip(shown.dtype.names, parts))
         state_B = self.state_N[index_B] * ~first_B[:, None, None]
@@ -924,7 +937,7 @@ def compute_advantages(segment_S, reward_S, value_S, done_S, bootstrap, gamma, g
     next_value = bootstrap.tolist()
     lambda_advantage = [0.0] * len(bootstrap)
     for step in reversed(range(len(steps))):
-        segment, reward, value, done, gae_lambda = steps[step]
+        segment, reward, value, done, own_lambda = steps[step]
         if done:
             next_value[segment] = 0.0
             lambda_advantage[segment] = 0.0
@@ -932,7 +945,7 @@ def compute_advantages(segment_S, reward_S, value_S, done_S, bootstrap, gamma, g
         advantage = delta + gamma * lambda_advantage[segment]
         advantage_S[step] = advantage
         next_value[segment] = value
-        lambda_advantage[segment] = gae_lambda * advantage
+        lambda_advantage[segment] = own_lambda * advantage
     return advantage_S
 
 
@@ -970,15 +983,16 @@ NEWEST_SHARE = 0.05  # of the newest rollout in the mean square of returns
 
 @torch.no_grad()
 def learning_units(policy, rollout, options, average):
-    """The units in which PPO learns from a rollout, the same in all processes that learn together:
-    the scale of values, then the mean and deviation that advantages are normalized by.
+    """Update `policy.critic.scale`, the scale of values. Returns the units in which PPO learns from
+    a rollout, the same in all processes that learn together: that scale, then mean and deviation by
+    which advantages are normalized.
 
     The scale of values is the running root mean square of the returns, after it has taken in this
     rollout's. So rewards of any size are learned alike, as if they were normalized (Engstrom et al.
     2020), but what is stored and logged stays in the environment's units. (PopArt would rescale the
     critic's layer whenever the scale moves; after the first rewards, that is mostly by a few per
-    cent.) With --norm-adv, advantages have the mean and deviation of this rollout's; without,
-    they are only divided by the scale of values.
+    cent.) With --norm-adv, mean and deviation are those of this rollout's advantages; without, 0
+    and the scale of values.
     """
     returns_S = rollout.complete["returns"].astype(float)
     advantage_S = rollout.complete["advantage"].astype(float)
@@ -1116,6 +1130,7 @@ def ppo_update(policy, optimizer, rollout, options, average=lambda tensors: None
 # `derive_seed`.
 
 CHEAP_STEP_SEC = 50e-6  # faster steps are not worth the two messages to another process
+INFERENCE_SEC = 100e-6  # what one step costs the process that collects, about
 TRIAL = 2**60  # number of the episode before that of `describe_env`: no run gets that far
 MAX_WORKERS = 128
 
@@ -1324,7 +1339,8 @@ def count_cores():
 
 def count_workers(options, spec):
     """Worker processes to start, and why. auto: none for very cheap steps; else as many as keep the
-    cores busy: one a core if a step is computed on the CPU, more the more of its time it waits for
+    cores busy beside this process, which needs the smaller a share of them, the slower steps are:
+    about one a core if a step is computed on the CPU, more the more of its time it waits for
     something else (a GPU, a server), up to one for each environment."""
     if options.num_workers != "auto":
         return options.num_workers, "--num-workers"
@@ -1333,7 +1349,8 @@ def count_workers(options, spec):
     if spec.step_sec < CHEAP_STEP_SEC:
         return 0, f"{step}: less than a message to another process"
     waits = spec.step_sec / max(spec.cpu_sec, 1e-6)  # 1: never
-    workers = min(options.num_envs, MAX_WORKERS, max(1, round(cores * waits)))
+    share = spec.step_sec / (spec.step_sec + INFERENCE_SEC)
+    workers = min(options.num_envs, MAX_WORKERS, max(1, round(cores * waits * share)))
     return workers, f"{step}, {1000 * spec.cpu_sec:.2g} of a CPU; {cores} cores"
 
 
@@ -1902,7 +1919,8 @@ class Run:
 
     def __init__(self, options):
         """Build all that training needs. Raises UserError."""
-        self.options = options
+        # with the device's number, for simulators too
+        self.options = options = replace(options, device=str(choose_device(options)))
         self.step = 0
         self.update = 0
         self.recent = deque(maxlen=100)  # episode_stats of the last episodes
@@ -2212,12 +2230,12 @@ def evaluate(policy, spec, options):
     num_envs = min(options.num_envs, options.eval_episodes)
     num_workers = min(count_workers(options, spec)[0], num_envs)
     sizes = {"num_envs": num_envs, "num_workers": num_workers, "num_minibatches": 1}
-    options = replace(options, **sizes, seed=0, sampler="ver")
+    device = next(policy.parameters()).device
+    options = replace(options, **sizes, device=str(device), seed=0, sampler="ver")
     share, rest = divmod(options.eval_episodes, num_envs)
     left_N = share + (np.arange(num_envs) < rest)
     io = EnvIO(spec, num_envs)
     found = []
-    device = next(policy.parameters()).device
     generators = torch.random.fork_rng([device] if device.type == "cuda" else [])
     workers = make_workers(options, "val", spec, io)
     bar = tqdm(total=options.eval_episodes, unit=" episodes", delay=20, leave=False)
@@ -2502,8 +2520,6 @@ def main(argv=None, kind=Options, train=train):
     program = Path(sys.modules[kind.__module__].__file__).name
     try:
         options = parse_options(sys.argv[1:] if argv is None else argv, kind)
-        # with its number, for simulators too
-        options = replace(options, device=str(choose_device(options)))
         if options.checkpoint:
             spec, policy = build(options)
             load_policy(policy, options.checkpoint)

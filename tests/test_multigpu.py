@@ -564,16 +564,37 @@ def test_own_gpu(monkeypatch, visible, own):
 @pytest.mark.parametrize("uuids, refused", [("abcd", False), ("abca", True)])
 def test_no_gpu_twice(monkeypatch, uuids, refused):
     """Two ranks on one GPU are refused in all ranks."""
+    device = torch.device("cuda:0")
+    monkeypatch.setattr(ver_ppo, "choose_device", lambda options: device)
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=uuids[0])
     )
-    ranks = SimpleNamespace(rank=0, size=4, gather=lambda gpu: [gpu, *uuids[1:]])
+    ranks = SimpleNamespace(
+        rank=0, size=4, gather=lambda gpu: [gpu, *uuids[1:]], agree=lambda failure: None
+    )
     with (
         pytest.raises(ver_ppo.UserError, match="4 ranks need as many GPUs, and have 3")
         if refused
         else contextlib.nullcontext()
     ):
-        ver_multigpu.check_gpus(ranks, "cuda:0")
+        ver_multigpu.check_gpus(ranks, ver_multigpu.Options(device="cuda"))
+
+
+def test_refusal_of_one_rank(tmp_path):
+    """A device that rank 1 alone lacks is refused by all ranks, and said once."""
+    port = free_port()
+    args = ["ver_multigpu.py", *small(tmp_path, "--env-id", "CartPole-v1"), "--device"]
+    processes = []
+    try:
+        for rank, device in enumerate(("cpu", "cuda:99")):
+            processes.append(start([*args, device], **rank_environment(rank, 2, port)))
+        said, said_1 = [process.communicate(timeout=60)[0] for process in processes]
+        assert [process.returncode for process in processes] == [2, 2]
+        assert "ver_multigpu.py: --device cuda:99: cannot be used (" in said
+        assert len(said.splitlines()) == 1 and not said_1
+        assert not list(tmp_path.iterdir())
+    finally:
+        stop([process.pid for process in processes])
 
 
 def test_store_is_opened_once(monkeypatch):

@@ -329,8 +329,9 @@ class Clocks:
     "step_sec, busy, workers",
     [
         (20e-6, 1.0, 0),  # very cheap
-        (100e-6, 1.0, 2),  # a core each
-        (300e-6, 1.0, 2),
+        (100e-6, 1.0, 1),  # inference takes as long, on the other core
+        (200e-6, 1.0, 1),
+        (400e-6, 1.0, 2),  # a core each
         (0.02, 0.99, 2),
         (0.02, 0.0, 16),  # it sleeps
         (0.02, 0.01, 16),
@@ -345,6 +346,7 @@ def test_workers_are_counted_by_measuring(monkeypatch, step_sec, busy, workers):
     env = Clocks(step_sec, busy)
     monkeypatch.setattr(ver_ppo.time, "perf_counter", lambda: env.clock)
     monkeypatch.setattr(ver_ppo.time, "process_time", lambda: env.cpu)
+    monkeypatch.setattr(ver_ppo, "run_delay_sec", lambda: 0.0)
     monkeypatch.setattr(ver_ppo, "count_cores", lambda: 2)
     spec = ver_ppo.EnvSpec(
         {"obs": gym.spaces.Discrete(2)}, env.action_space, (), *ver_ppo.time_steps(env)
@@ -478,14 +480,21 @@ def test_bad_input(tmp_path, capsys, monkeypatch, line):
     assert run_folders(tmp_path) == []
 
 
-def test_the_device_is_chosen_once(monkeypatch):
+def test_the_device_is_chosen_once(monkeypatch, tmp_path):
     """Everybody gets the number that the main process has chosen: a simulator in another process
-    could not know it."""
-    found = []
-    monkeypatch.setattr(ver_ppo, "choose_device", lambda options: torch.device("cuda:3"))
-    note = lambda options: found.append(options.device)
-    assert ver_ppo.main(["--env-id", "CartPole-v1"], train=note) == 0
-    assert found == ["cuda:3"]
+    could not know it. On the command line, in a program, and when a checkpoint is evaluated."""
+    told = []
+    own = ver_ppo.make_env
+    note = lambda options, *more: told.append(options.device) or own(options, *more)
+    monkeypatch.setattr(ver_ppo, "make_env", note)
+    monkeypatch.setattr(ver_ppo, "choose_device", lambda options: torch.device("cpu", 0))
+    folder = run_here(tmp_path, "--env-id CartPole-v1 --num-workers 0 --total-timesteps 64")
+    options = ver_ppo.parse_options(["--resume", str(folder), "--total-timesteps", "128"])
+    assert options.device == "auto"
+    ver_ppo.train(options)
+    checkpoint = ["--checkpoint", str(folder / "checkpoint.pt"), "--eval-episodes", "2"]
+    assert ver_ppo.main(checkpoint) == 0
+    assert len(told) > 10 and set(told) == {"cpu:0", "cpu"}  # torch forgets the 0 of policies
 
 
 @pytest.mark.parametrize(
