@@ -1920,7 +1920,8 @@ class Run:
     def __init__(self, options):
         """Build all that training needs. Raises UserError."""
         # with the device's number, for simulators too
-        self.options = options = replace(options, device=str(choose_device(options)))
+        options = replace(options, device=str(choose_device(options)))
+        self.options = options
         self.step = 0
         self.update = 0
         self.recent = deque(maxlen=100)  # episode_stats of the last episodes
@@ -2292,26 +2293,84 @@ def upload(arrays, device):
 
 
 def packed_lstm(lstm, x_MF, batch_sizes, hidden_LQH, cell_LQH):
-    """nn.LSTM over a PackedSequence: M x features -> M x H. On a CPU it is spelled out: all first
-    steps, then all second steps, ... Learning is a tenth faster by it there, because each step of
-    nn.LSTM's backward pass fills a buffer as large as the whole input with zeros."""
+    """nn.LSTM over a PackedSequence: M x features -> M x H; on a CPU by `LSTMLayer`."""
     if x_MF.device.type != "cpu":
         packed, _ = lstm(PackedSequence(x_MF, batch_sizes), (hidden_LQH, cell_LQH))
         return packed.data
     for weights, hidden_QH, cell_QH in zip(lstm.all_weights, hidden_LQH, cell_LQH):
         input_weight, hidden_weight, input_bias, hidden_bias = weights
         gates_M4H = nn.functional.linear(x_MF, input_weight, input_bias + hidden_bias)
-        outputs = []
-        for gates_B4H in gates_M4H.split(batch_sizes.tolist()):
-            running = len(gates_B4H)  # the longest sequences come first
-            gates_B4H = torch.addmm(gates_B4H, hidden_QH[:running], hidden_weight.T)
-            write_BH, keep_BH, new_BH, show_BH = gates_B4H.chunk(4, dim=1)
-            kept_BH = keep_BH.sigmoid() * cell_QH[:running]
-            cell_QH = kept_BH + write_BH.sigmoid() * new_BH.tanh()
-            hidden_QH = show_BH.sigmoid() * cell_QH.tanh()
-            outputs.append(hidden_QH)
-        x_MF = torch.cat(outputs)
+        state = hidden_QH, cell_QH
+        x_MF = LSTMLayer.apply(gates_M4H, hidden_weight, *state, batch_sizes.tolist())
     return x_MF
+
+
+class LSTMLayer(torch.autograd.Function):
+    """One layer of an LSTM over the times of a PackedSequence, from what the inputs give to its
+    gates, with its backward pass spelled out. With it, all learning takes three quarters of the
+    time on a CPU: backwards, nn.LSTM fills a buffer as large as the whole input with zeros at every
+    time, and adds up the weights' gradient time by time, which here is one product at the end.
+
+    In the names, d_ is the gradient of what follows; `slope`, how fast something rises with the
+    input of a gate.
+    """
+
+    @staticmethod
+    def forward(context, gates_M4H, weight, hidden_BH, cell_BH, batch_sizes):
+        """Returns M x H: all first steps, then all second steps, ... The longest sequences come
+        first, so those that still run are the first of those before."""
+        gates_M4H = gates_M4H.clone()
+        before = []
+        after = []
+        for gates_B4H in gates_M4H.split(batch_sizes):
+            running = len(gates_B4H)
+            hidden_BH = hidden_BH[:running]
+            cell_BH = cell_BH[:running]
+            before.append((hidden_BH, cell_BH))
+            gates_B4H.addmm_(hidden_BH, weight.T)
+            write_BH, keep_BH, new_BH, show_BH = gates_B4H.chunk(4, dim=1)
+            for gate_BH in (write_BH, keep_BH, show_BH):
+                gate_BH.sigmoid_()
+            new_BH.tanh_()
+            cell_BH = torch.addcmul(keep_BH * cell_BH, write_BH, new_BH)
+            hidden_BH = show_BH * cell_BH.tanh()
+            after.append((hidden_BH, cell_BH))
+        hidden_MH, cell_MH = (torch.cat(parts) for parts in zip(*after))
+        before_M = (torch.cat(parts) for parts in zip(*before))
+        context.batch_sizes = batch_sizes
+        context.save_for_backward(weight, gates_M4H, cell_MH, *before_M)
+        return hidden_MH
+
+    @staticmethod
+    def backward(context, d_hidden_MH):
+        """Gradients of the gates' inputs and of the weight."""
+        weight, gates_M4H, cell_MH, hidden_before_MH, cell_before_MH = context.saved_tensors
+        write_MH, keep_MH, new_MH, show_MH = gates_M4H.chunk(4, dim=1)
+        shown_MH = cell_MH.tanh()
+        slopes = [  # of the cell, of the cell, of the cell, of the hidden state
+            write_MH * (1 - write_MH) * new_MH,
+            keep_MH * (1 - keep_MH) * cell_before_MH,
+            write_MH * (1 - new_MH**2),
+            show_MH * (1 - show_MH) * shown_MH,
+        ]
+        show_slope_MH = show_MH * (1 - shown_MH**2)  # of the hidden state, as the cell rises
+        columns = d_hidden_MH, torch.cat(slopes, dim=1), show_slope_MH, keep_MH
+        times = list(zip(*(column.split(context.batch_sizes) for column in columns)))
+        d_gates = []
+        d_before_BH = d_hidden_MH[:0]  # both from the time after, of those that still run then
+        d_cell_BH = d_hidden_MH[:0]
+        for d_hidden_BH, slope_B4H, show_slope_BH, keep_BH in reversed(times):
+            running = len(d_before_BH)
+            d_hidden_BH = d_hidden_BH.clone()
+            d_hidden_BH[:running] += d_before_BH
+            d_now_BH = d_hidden_BH * show_slope_BH
+            d_now_BH[:running] += d_cell_BH
+            d_out_B4H = torch.cat([d_now_BH, d_now_BH, d_now_BH, d_hidden_BH], dim=1)
+            d_gates.append(d_out_B4H * slope_B4H)
+            d_before_BH = d_gates[-1] @ weight
+            d_cell_BH = d_now_BH * keep_BH
+        d_gates_M4H = torch.cat(d_gates[::-1])
+        return d_gates_M4H, d_gates_M4H.T @ hidden_before_MH, None, None, None
 
 
 def keep_freed_memory():
