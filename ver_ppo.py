@@ -1004,6 +1004,7 @@ def learning_units(policy, rollout, options, average):
     scale = policy.critic.scale.item()
     if scale > 0:
         return_square = scale**2 + NEWEST_SHARE * (return_square - scale**2)
+        return_square = min(return_square, 4 * scale**2)  # one outlier at most doubles it
     if math.isfinite(return_square):
         scale = math.sqrt(return_square)
         policy.critic.scale.fill_(scale)
@@ -1213,7 +1214,11 @@ def flatten(tree, name=""):
         return {name or "obs": tree}
     leaves = {}
     for key, below in tree.items():
-        leaves |= flatten(below, f"{name}/{key}" if name else str(key))
+        more = flatten(below, f"{name}/{key}" if name else str(key))
+        twice = leaves.keys() & more.keys()
+        if twice:
+            raise UserError(f"two parts of the observation have the name {min(twice)!r}")
+        leaves |= more
     return leaves
 
 
@@ -1229,7 +1234,8 @@ def to_env_action(space, action_A):
     action = action_A.reshape(space.shape)
     if isinstance(space, gym.spaces.MultiDiscrete):
         return action.astype(space.dtype) + space.start
-    bounded = np.isfinite(space.low) & np.isfinite(space.high)
+    with np.errstate(over="ignore"):  # bounds may be the largest number there is
+        bounded = np.isfinite(space.high - space.low)
     low = np.where(bounded, space.low, -1)
     high = np.where(bounded, space.high, 1)
     scaled = low + (action + 1) / 2 * (high - low)
@@ -1373,6 +1379,18 @@ def image_layout(space):
     return (shape[2], *shape[:2], True) if shape[2] <= shape[0] else (*shape, False)
 
 
+def is_any_size(space):
+    """Whether the numbers of a space may be so large that they must be normalized: they have no
+    bounds, or bounds beyond 100. (Bytes are scaled to 0..1, choices are one-hot.)
+
+    >>> is_any_size(gym.spaces.Box(0, 3000, (4,))), is_any_size(gym.spaces.Box(-5, 5, (4,)))
+    (True, False)
+    """
+    if not isinstance(space, gym.spaces.Box) or space.dtype == np.uint8:
+        return False
+    return bool(space.low.min() < -100 or space.high.max() > 100)
+
+
 class Statistics(nn.Module):
     """Normalizes each of C channels by its mean and deviation in all rollouts so far (DD-PPO
     section 6), each of which counts as much as it is learned from: a policy whose learning rate has
@@ -1388,7 +1406,7 @@ class Statistics(nn.Module):
     def forward(self, x):
         """`x`: B x C, or B x C x height x width."""
         shape = self.mean_C.shape + (1,) * (x.dim() - 2)
-        deviation_C = self.variance_C.clamp(min=1e-6).sqrt()
+        deviation_C = self.variance_C.clamp(min=1e-12).sqrt()
         x = (x - self.mean_C.view(shape)) / deviation_C.view(shape)
         return x.clamp(-10, 10)  # what was constant so far may change
 
@@ -1403,15 +1421,16 @@ class Statistics(nn.Module):
         away_C = mean_C - self.mean_C
         share = weight / self.rollouts.clamp(min=1e-8)  # of these observations among all
         self.mean_C += share * away_C
-        self.variance_C += share * (variance_C + (1 - share) * away_C**2 - self.variance_C)
+        self.variance_C *= 1 - share
+        self.variance_C += share * (variance_C + (1 - share) * away_C**2)
 
 
 @torch.no_grad()
 def update_statistics(policy, rollout, weight, average):
-    """Let the running statistics take in 256 steps of a rollout, and those of other ranks: after
+    """Let the running statistics take in 256 steps of a rollout, and of those of other ranks: after
     learning from it, because what was seen in acting must be seen alike in learning. `weight`: the
     learning rate as a share of the first one."""
-    some = slice(0, rollout.rows, rollout.rows // 256 + 1)
+    some = torch.randperm(rollout.rows)[:256].to(rollout.device)
     obs = {key: part[some] for key, part in rollout.obs.items()}
     for reader in policy.modules():
         normalize = getattr(reader, "normalize", None)
@@ -1421,7 +1440,7 @@ def update_statistics(policy, rollout, weight, average):
 
 class Images(nn.Module):
     """The images of one size (RGB and depth, say), stacked as B x channels x height x width. uint8
-    is scaled to 0..1; where there is any, every channel is normalized."""
+    is scaled to 0..1; where there is any, or one `is_any_size`, every channel is normalized."""
 
     def __init__(self, spaces):
         super().__init__()
@@ -1429,8 +1448,8 @@ class Images(nn.Module):
         layouts = list(self.layouts.values())
         self.size = layouts[0][1:3]
         self.channels = sum(layout[0] for layout in layouts)
-        bytes_there = any(space.dtype == np.uint8 for space in spaces.values())
-        self.normalize = Statistics(self.channels) if bytes_there else nn.Identity()
+        normalized = any(each.dtype == np.uint8 or is_any_size(each) for each in spaces.values())
+        self.normalize = Statistics(self.channels) if normalized else nn.Identity()
 
     def read(self, obs):
         """The images, not yet normalized."""
@@ -1474,8 +1493,8 @@ class SmallCNN(nn.Module):
 
 
 class Vector(nn.Module):
-    """Two-layer perceptron for a vector, which is normalized if any of its numbers has no bound.
-    Choices enter as one-hot vectors, bytes as 0..1."""
+    """Two-layer perceptron for a vector, which is normalized if it `is_any_size`. Choices enter as
+    one-hot vectors, bytes as 0..1."""
 
     def __init__(self, key, space, out_features):
         super().__init__()
@@ -1486,9 +1505,7 @@ class Vector(nn.Module):
         if self.choices:  # where the one-hot part of each dimension begins
             begin_D = np.cumsum([0, *self.choices[:-1]]) - np.ravel(space.start)
             self.register_buffer("begin_D", torch.from_numpy(begin_D), persistent=False)
-        box = isinstance(space, gym.spaces.Box)
-        unbounded = box and (space.low.min() < -1e6 or space.high.max() > 1e6)
-        self.normalize = Statistics(self.in_features) if unbounded else nn.Identity()
+        self.normalize = Statistics(self.in_features) if is_any_size(space) else nn.Identity()
         first = orthogonal(nn.Linear(self.in_features, out_features))
         second = orthogonal(nn.Linear(out_features, out_features))
         self.layers = nn.Sequential(first, nn.Tanh(), second, nn.Tanh())
@@ -2128,9 +2145,10 @@ class Run:
             waited_sec += simulated_sec
         lag_S = self.update - steps["version"]
         given_N = np.bincount(steps["env"], minlength=rollout.num_envs)
-        error_S = steps["returns"] - steps["value"]
+        error_S = steps["returns"].astype(float) - steps["value"]
+        variance = steps["returns"].astype(float).var()
         logs = logs | {
-            "losses/explained_variance": 1 - error_S.var() / max(steps["returns"].var(), 1e-12),
+            "losses/explained_variance": 1 - error_S.var() / variance if variance else 0.0,
             "charts/learning_rate": self.optimizer.param_groups[0]["lr"],
             "charts/return_scale": self.policy.critic.scale.item(),
             "time/waiting_share": waited_sec / cycle_sec,
@@ -2226,7 +2244,9 @@ def evaluate(policy, spec, options):
     metrics).
 
     Each environment plays its share, so that short episodes do not count more than long ones; for
-    the same --num-envs and --eval-episodes they are the same for every policy.
+    the same --num-envs and --eval-episodes they are the same for every policy. (An episode in which
+    the environment dies is replaced by a later one: if long ones die more often, those that count
+    are shorter than usual.)
     """
     num_envs = min(options.num_envs, options.eval_episodes)
     num_workers = min(count_workers(options, spec)[0], num_envs)

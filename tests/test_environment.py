@@ -194,6 +194,14 @@ def test_spaces_are_flattened(capsys):
         assert list(spec.leaves(observation)) == list(spec.observations)
 
 
+def test_parts_of_one_name():
+    """Of two parts that would have one name, none is lost silently."""
+    box = gym.spaces.Box(0, 1, (2,))
+    space = gym.spaces.Dict({"a/b": box, "a": gym.spaces.Dict({"b": box})})
+    with pytest.raises(ver_ppo.UserError, match="two parts .* have the name 'a/b'"):
+        ver_ppo.EnvSpec(space, gym.spaces.Discrete(2), ())
+
+
 def test_actions_reach_the_environment_as_it_wants_them():
     """Discrete with a start, MultiDiscrete, and Box scaled to its bounds and clipped there."""
     assert ver_ppo.to_env_action(envs.Count.action_space, np.array([0])) == -1
@@ -202,6 +210,9 @@ def test_actions_reach_the_environment_as_it_wants_them():
     box = envs.Continuous.action_space
     np.testing.assert_allclose(ver_ppo.to_env_action(box, np.array([0.0, 5.0])), [[2.0, 5.0]])
     np.testing.assert_allclose(ver_ppo.to_env_action(box, np.array([-3.0, -5.0])), [[0.0, -5.0]])
+    most = np.finfo(np.float32).max
+    box = gym.spaces.Box(-most, most, (2,))  # is as good as without bounds
+    assert ver_ppo.to_env_action(box, np.array([0.5, -3.0])).tolist() == [0.5, -3.0]
 
 
 def test_environments_are_told_what_they_ask_for():
@@ -351,6 +362,16 @@ def test_resize():
     assert shown in resized.observation_space
     assert np.abs(shown["rgb"] - means).max() <= 0.5
     assert (shown["goal"] == observation["goal"]).all()
+
+
+def test_resize_rounds_integers():
+    """A mean of 2.75 is 3, not 2: of bytes and of depth in millimetres alike."""
+    for kind in (np.uint8, np.uint16, np.int32):
+        env = gym.Env()
+        env.observation_space = gym.spaces.Box(0, 200, (16, 16), kind)
+        image = np.tile(np.array([[2, 3], [3, 3]], kind), (8, 8))
+        resized = wrappers.Resize(env, height=8, width=8).observation(image)
+        assert resized.dtype == kind and (resized == 3).all()
 
 
 def test_hide():

@@ -163,12 +163,30 @@ def test_units_of_returns():
 
         found, *_ = ver_ppo.learning_units(policy, rollout, c.options, average)
         new = (mine + other) / 2
-        square = square + 0.05 * (new - square) if square else new
+        square = min(square + 0.05 * (new - square), 4 * square) if square else new
         assert found == pytest.approx(max(math.sqrt(square), 1e-8), rel=1e-5)
         assert (k == 0) == (found == 1e-8)
     value_B = policy.step(*inputs, state)[1].clone()
     policy.critic.scale.data /= 8
     assert torch.equal(policy.step(*inputs, state)[1], value_B / 8)
+
+
+def test_one_outlier_in_the_rewards():
+    """It at most doubles the unit of returns, which is as it was 60 rollouts later; and numbers
+    that float32 can just hold change nothing but the unit."""
+    policy, rollout, c = build(VirtualWorkers(2, lambda e, step: 1.0), 2, 8, num_minibatches=1)
+    policy.critic.scale.data.fill_(0.0)
+    rollout.rows = 16
+    units = []
+    for k in range(63):
+        rollout.returns[:] = np.random.default_rng(k).normal(20, 5, 16)
+        if k == 2:
+            rollout.returns[3] = -1e5
+        units.append(ver_ppo.learning_units(policy, rollout, c.options, lambda tensors: None)[0])
+    assert units[2] == pytest.approx(2 * units[1]) and units[-1] < 1.1 * units[1]
+    policy.critic.scale.data.fill_(0.0)
+    rollout.returns[:] = 3e38
+    assert ver_ppo.learning_units(policy, rollout, c.options, lambda tensors: None)[0] > 1e38
 
 
 def test_rewards_of_any_size(tmp_path):

@@ -1,5 +1,6 @@
 """Encoders of the papers, running statistics, CPC|A, delayed actions, transfer."""
 
+import math
 import threading
 import time
 from types import SimpleNamespace
@@ -170,7 +171,7 @@ def test_running_statistics():
         goal = rng.normal([1e4, -3.0, 0.0], [1.0, 0.1, 50.0], (8, 3)).astype(np.float32)
         obs = {"rgb": rgb, "depth": depth, "goal": goal, "near": goal}
         obs = {key: torch.from_numpy(part) for key, part in obs.items()}
-        learned = SimpleNamespace(obs=obs, rows=8)
+        learned = SimpleNamespace(obs=obs, rows=8, device=torch.device("cpu"))
         ver_ppo.update_statistics(policy, learned, weight, lambda tensors: None)
         images.append(np.concatenate([rgb / 255, depth], axis=3))
         goals.append(goal.astype(np.float64))
@@ -197,6 +198,47 @@ def test_running_statistics():
             f"encoders.{encoder}.normalize.{name}" for name in ("mean_C", "variance_C", "rollouts")
         }
         assert own <= set(names)
+
+
+@pytest.mark.parametrize(
+    "bounds, shape, unit",
+    [
+        ((0, 1e5), (3,), 1e5),
+        ((0, 3000), (3,), 3000),
+        ((0, math.inf), (3,), 4e-6),  # of any size
+        ((0, math.inf), (16, 16, 1), 3000),  # depth in millimetres
+        ((0, 1000), (16, 16), 1000),
+    ],
+)
+def test_numbers_of_any_size(bounds, shape, unit):
+    """Without bounds, or with bounds beyond 100, numbers come to mean 0 and deviation 1, images as
+    vectors; within 100 they stay as they are."""
+    rng = np.random.default_rng(0)
+    part = torch.from_numpy(rng.uniform(0, unit, (256, *shape)).astype(np.float32))
+    rollout = SimpleNamespace(obs={"part": part}, rows=256, device=torch.device("cpu"))
+    for high in (bounds[1], 100):
+        policy = build({"part": gym.spaces.Box(bounds[0], high, shape)}, hidden_size=16)
+        ver_ppo.update_statistics(policy, rollout, 1.0, lambda tensors: None)
+        (encoder,) = policy.encoders
+        reader = encoder.images if len(shape) > 1 else encoder
+        found = reader.normalize(reader.read(rollout.obs))
+        if high == 100:
+            assert found.ravel().tolist() == part.ravel().tolist()
+        else:
+            assert abs(found.mean()) < 1e-3 and abs(found.std() - 1) < 1e-2
+
+
+@pytest.mark.parametrize("num_envs, num_steps", [(2, 128), (4, 200), (9, 230)])
+def test_statistics_are_of_all_environments(num_envs, num_steps):
+    """Also where the rows lie in lock-step order, so that every n-th is of the same environment."""
+    policy = build({"goal": GOAL}, hidden_size=16)
+    env_S = np.tile(np.arange(num_envs), num_steps)
+    part = torch.from_numpy(env_S.astype(np.float32))[:, None].expand(-1, 3)
+    rollout = SimpleNamespace(obs={"goal": part}, rows=len(env_S), device=torch.device("cpu"))
+    ver_ppo.update_statistics(policy, rollout, 1.0, lambda tensors: None)
+    statistics = policy.encoders[0].normalize
+    assert statistics.mean_C.numpy() == pytest.approx(np.full(3, env_S.mean()), rel=0.2)
+    assert statistics.variance_C.numpy() == pytest.approx(np.full(3, env_S.var()), rel=0.3)
 
 
 @pytest.mark.parametrize("seed", range(10))

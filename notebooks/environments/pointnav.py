@@ -83,8 +83,9 @@ class FloorPlan:
 
     The agent is a square of half-width AGENT_RADIUS_M, so it is a point among boxes grown by that
     much (`blocked_K4`). A shortest path among boxes bends only at their corners: distances between
-    all corners that see each other (`distance_CC`, completed by Floyd-Warshall) answer every query
-    exactly.
+    all corners that see each other (`distance_CC`, completed by Floyd-Warshall) answer every query.
+    (Paths keep 1 cm away from the corners, so that rounding cannot block them: distances are up to
+    about 3 cm too long.)
     """
 
     def __init__(self, rng):

@@ -127,7 +127,7 @@ class Resize(gym.ObservationWrapper, RecordConstructorArgs):
         image = torch.nn.functional.interpolate(image[None], self.size, mode="area")[0]
         if channels_last:
             image = image.movedim(0, -1).reshape(*self.size, *space.shape[2:])
-        if space.dtype == np.uint8:
+        if np.issubdtype(space.dtype, np.integer):
             image = image.round()
         return image.numpy().astype(space.dtype)
 
