@@ -183,7 +183,7 @@ def test_one_outlier_in_the_rewards():
         if k == 2:
             rollout.returns[3] = -1e5
         units.append(ver_ppo.learning_units(policy, rollout, c.options, lambda tensors: None)[0])
-    assert units[2] == pytest.approx(2 * units[1]) and units[-1] < 1.1 * units[1]
+    assert units[2] == pytest.approx(2 * units[1]) and units[-1] < 1.2 * units[1]
     policy.critic.scale.data.fill_(0.0)
     rollout.returns[:] = 3e38
     assert ver_ppo.learning_units(policy, rollout, c.options, lambda tensors: None)[0] > 1e38

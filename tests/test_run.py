@@ -10,6 +10,7 @@ import sys
 from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
@@ -20,6 +21,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import ver_ppo
 from notebooks.extensions import play
+from tests.faulty_envs import Faulty, out_of_paint
 from tests.helpers import (
     ROOT,
     WHERE,
@@ -307,22 +309,34 @@ def test_doors(tmp_path):
 
 
 class Clocks:
-    """An environment whose steps take this long, of which a share is spent on the CPU, as its
-    clocks show."""
+    """In the place of an environment: its steps take this long, and more at the end of an episode;
+    a share of that is spent on the CPU, as its clocks show. It may fail at some step."""
 
-    action_space = gym.spaces.Discrete(2)
+    spec = SimpleNamespace(choices=[2, 3], action_dims=2)
 
-    def __init__(self, step_sec, busy):
-        self.step_sec, self.busy, self.clock, self.cpu, self.resets = step_sec, busy, 0.0, 0.0, 0
+    def __init__(self, step_sec, busy, reset_sec=0.0, fails_at=None):
+        self.io = SimpleNamespace(action=np.zeros((1, 2), int))
+        self.step_sec, self.busy = step_sec, busy
+        self.reset_sec, self.fails_at = reset_sec, fails_at
+        self.clock, self.cpu, self.steps, self.actions = 0.0, 0.0, 0, set()
 
-    def reset(self, seed):
-        self.clock += 0.2  # is not measured
-        self.resets += 1
+    def answer(self):
+        if self.steps == self.fails_at:
+            raise ver_ppo.EnvironmentFailure("it raised")
+        self.steps += 1
+        self.actions.add(tuple(self.io.action[0]))
+        took = self.step_sec + self.reset_sec * (self.steps % 40 == 0)
+        self.clock += took
+        self.cpu += took * self.busy
 
-    def step(self, action):
-        self.clock += self.step_sec
-        self.cpu += self.step_sec * self.busy
-        return None, 0.0, False, False, {}
+    def measure(self, monkeypatch, delay=lambda: 0.0):
+        """What `time_steps` makes of these clocks, as a specification."""
+        monkeypatch.setattr(ver_ppo.time, "perf_counter", lambda: self.clock)
+        monkeypatch.setattr(ver_ppo.time, "process_time", lambda: self.cpu)
+        monkeypatch.setattr(ver_ppo, "run_delay_sec", delay)
+        monkeypatch.setattr(ver_ppo, "count_cores", lambda: 2)
+        spaces = {"obs": gym.spaces.Discrete(2)}, gym.spaces.Discrete(2)
+        return ver_ppo.EnvSpec(*spaces, (), *ver_ppo.time_steps(self))
 
 
 @pytest.mark.parametrize(
@@ -344,16 +358,11 @@ def test_workers_are_counted_by_measuring(monkeypatch, step_sec, busy, workers):
     """By wall and CPU time of some steps, for at most about a second: a process each for simulators
     that wait, one a core for those that compute, none for cheap ones."""
     env = Clocks(step_sec, busy)
-    monkeypatch.setattr(ver_ppo.time, "perf_counter", lambda: env.clock)
-    monkeypatch.setattr(ver_ppo.time, "process_time", lambda: env.cpu)
-    monkeypatch.setattr(ver_ppo, "run_delay_sec", lambda: 0.0)
-    monkeypatch.setattr(ver_ppo, "count_cores", lambda: 2)
-    spec = ver_ppo.EnvSpec(
-        {"obs": gym.spaces.Discrete(2)}, env.action_space, (), *ver_ppo.time_steps(env)
-    )
+    spec = env.measure(monkeypatch)
     assert spec.step_sec == pytest.approx(step_sec)
     assert spec.cpu_sec == pytest.approx(step_sec * busy)
-    assert env.resets == 1 and env.clock <= 1.0 + 2 * step_sec + 1e-9
+    assert env.clock <= 1.0 + step_sec + 1e-9
+    assert len(env.actions) == min(6, env.steps) or env.steps < 500
     options = ver_ppo.Options(num_envs=16)
     assert ver_ppo.count_workers(options, spec)[0] == workers
     assert ver_ppo.count_workers(replace(options, num_envs=3), spec)[0] == min(workers, 3)
@@ -367,14 +376,29 @@ def test_a_busy_machine_is_no_simulator_that_waits(monkeypatch, pushed_aside):
     """A step that takes 4 times its CPU time because other programs have the core: the kernel
     counts that as run delay, and it does not count as waiting."""
     env = Clocks(0.002, 0.25)
-    monkeypatch.setattr(ver_ppo.time, "perf_counter", lambda: env.clock)
-    monkeypatch.setattr(ver_ppo.time, "process_time", lambda: env.cpu)
-    delay = lambda: 3 * env.cpu * pushed_aside  # noqa: E731
-    monkeypatch.setattr(ver_ppo, "run_delay_sec", delay)
-    monkeypatch.setattr(ver_ppo, "count_cores", lambda: 2)
-    spaces = {"obs": gym.spaces.Discrete(2)}, env.action_space
-    spec = ver_ppo.EnvSpec(*spaces, (), *ver_ppo.time_steps(env))
+    spec = env.measure(monkeypatch, delay=lambda: 3 * env.cpu * pushed_aside)
     assert ver_ppo.count_workers(ver_ppo.Options(), spec)[0] == (2 if pushed_aside else 8)
+
+
+def test_resets_are_measured(monkeypatch):
+    """Steps of 1 ms and resets of 2 s that wait, every 40 steps: 51 ms a step, so 16 workers; where
+    they compute, one a core."""
+    for busy, workers in ((0.0, 16), (1.0, 2)):
+        spec = Clocks(0.001, busy, reset_sec=2.0).measure(monkeypatch)
+        assert spec.step_sec == pytest.approx(0.051)
+        assert ver_ppo.count_workers(ver_ppo.Options(num_envs=16), spec)[0] == workers
+
+
+def test_measuring_survives_what_training_survives(monkeypatch, tmp_path, capsys):
+    """An environment that raises ends the measuring: what was measured until then counts. The run
+    goes on, and so does one that cannot be closed."""
+    env = Clocks(0.02, 1.0, fails_at=30)
+    assert env.measure(monkeypatch).step_sec == pytest.approx(0.02) and env.steps == 30
+    monkeypatch.undo()
+    monkeypatch.setattr(Faulty, "close", lambda self: out_of_paint())
+    line = "--env-id tests.faulty_envs:Faulty-raise-v0 --num-workers auto --total-timesteps 64"
+    assert saved(run_here(tmp_path, line))["step"] == 64
+    assert "close() raised RuntimeError('the simulator is out of paint')" in capsys.readouterr().err
 
 
 def test_run_delay():
