@@ -277,6 +277,8 @@ class RankRun(ver_ppo.Run):
     add to, of complete steps (optimal) or of ranks that are done (threshold): when it reaches
     `limit`, a rollout ends as it is."""
 
+    saved_after = Interrupted, EnvironmentFailure, FloatingPointError  # what all ranks raise alike
+
     def __init__(self, options):
         self.ranks = Ranks(options.rank_timeout)
         self.learned = None  # with preemption: the S steps that were learned from last ...

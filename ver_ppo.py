@@ -1580,7 +1580,14 @@ def process_context():
 def lead_group():
     """Give this process a group of its own, to which belongs what its simulators start. If the
     process that started it is gone, and it does not end by itself (a simulator hangs), the group is
-    killed."""
+    killed.
+
+    Simulators may use multiprocessing, and signals are caught, not ignored as by the fork server:
+    programs that a simulator starts would ignore them, too.
+    """
+    multiprocessing.current_process().daemon = False
+    for number in SIGNALS:
+        signal.signal(number, lambda number, frame: None)
 
     def follow():
         multiprocessing.parent_process().join()
@@ -1745,6 +1752,8 @@ def guarded_worker(inbox, outbox, environments):
     status = 1
     try:
         env_worker(inbox, outbox, environments)
+        if not multiprocessing.parent_process().is_alive():  # else it does that
+            os.killpg(0, signal.SIGKILL)
         return
     except EnvironmentFailure as error:
         tell(str(error))
@@ -1870,19 +1879,24 @@ def load_checkpoint(path):
     return content
 
 
-def write_checkpoint(content, path):
-    """Atomically: a crash leaves the old file or the new one. Raises OSError or RuntimeError
-    (torch) if the disk is full."""
+def write_file(path, write):
+    """Write a file by the function `write`, atomically: a crash leaves the old file or the new one.
+    Raises OSError, or RuntimeError (torch), if the disk is full."""
     temporary = path.with_suffix(".tmp")
     try:
         with open(temporary, "wb") as file:
-            torch.save(content, file)
+            write(file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except (OSError, RuntimeError):
         temporary.unlink(missing_ok=True)
         raise
+
+
+def write_checkpoint(content, path):
+    """As write_file."""
+    write_file(path, lambda file: torch.save(content, file))
 
 
 def load_policy(policy, path):
@@ -1908,12 +1922,13 @@ def make_policy(spec, options):
 
 
 def lock_folder(folder):
-    """Lock a folder, until the descriptor that is returned is closed or this process ends. Raises
-    UserError if another process has locked it."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    """Lock a folder, by a file in it, until the descriptor that is returned is closed or this
+    process ends. Raises UserError if someone else has locked it."""
+    descriptor = os.open(Path(folder) / "lock", os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
+        os.close(descriptor)
         raise UserError(f"{folder} belongs to a run that has not ended: wait for it") from None
     except OSError:  # a file system without locks
         pass
@@ -1930,12 +1945,17 @@ class Run:
 
     collector_class = Collector
     max_lag = 0  # updates between the policies that act and learn, but for steps carried over
+    saved_after = Exception  # what was learned is saved, whatever happens
     bar = None  # what `close` closes, once it is there
     writer = None
     lock = None
 
     def __init__(self, options):
         """Build all that training needs. Raises UserError."""
+        if threading.current_thread() is not threading.main_thread():
+            raise UserError("training catches signals: it must run in the main thread")
+        if getattr(mp.current_process(), "_inheriting", False):  # a worker imports this program
+            raise UserError("train in `if __name__ == '__main__':`, or each worker trains, too")
         # with the device's number, for simulators too
         options = replace(options, device=str(choose_device(options)))
         self.options = options
@@ -1953,7 +1973,11 @@ class Run:
         keep_freed_memory()
         self.saved_step = self.step
         self.first_step = self.step
-        self.open_folder()
+        try:
+            self.open_folder()
+        except UserError:
+            self.close()
+            raise
         self.began_at = time.perf_counter()
         self.logged_at = self.began_at
 
@@ -1972,8 +1996,13 @@ class Run:
         self.update = saved["update"]
         try:
             self.optimizer.load_state_dict(saved["optimizer"])
+            for weight, state in self.optimizer.state.items():
+                for part in state.values():  # torch tells weights by their order alone
+                    alike = torch.is_tensor(part) and part.dim() == weight.dim()
+                    if alike and part.shape != weight.shape:
+                        raise ValueError("its state is of other weights")
         except (ValueError, KeyError) as error:
-            raise UserError(f"{path} belongs to another optimizer: {error}") from None
+            raise UserError(f"{path} belongs to another optimizer or network: {error}") from None
         if saved["columns"] == list(self.spec.episode_columns):  # else they mean something else
             self.recent.extend(saved["recent"])
         if self.options.target_entropy is None:  # fixed: as the options say
@@ -1985,13 +2014,14 @@ class Run:
         name = f"{options.env_id}__{options.exp_name}__{options.seed}__{int(time.time())}"
         name = name.replace("/", "-").replace(":", "-")
         self.folder = Path(options.resume or Path(options.runs_dir) / name)
+        text = json.dumps(asdict(options), indent=2) + "\n"
         try:
             if not options.resume:
                 self.folder.mkdir(parents=True)
             self.lock = lock_folder(self.folder)
-            (self.folder / "options.json").write_text(json.dumps(asdict(options), indent=2) + "\n")
+            write_file(self.folder / "options.json", lambda file: file.write(text.encode()))
         except OSError as error:
-            reason = f"{error.filename} cannot be written ({error.strerror})"
+            reason = f"{error.filename or self.folder} cannot be written ({error.strerror})"
             raise UserError(f"{reason}: choose another place") from None
         from torch.utils.tensorboard import SummaryWriter  # takes a second to import
 
@@ -2076,7 +2106,7 @@ class Run:
                     cycle_sec, shares = zip(*self.cycles)
                     means = np.average(shares, axis=0, weights=cycle_sec)
                     self.bar.write(what_limits(self.options, *means))
-            except (Interrupted, EnvironmentFailure, FloatingPointError):
+            except self.saved_after:
                 self.save()
                 if not self.unsaved:
                     how = f"go on with: --resume {self.folder}"
@@ -2183,8 +2213,10 @@ class Run:
             self.writer = None
 
     def save(self):
-        """Write the checkpoint: only tensors and plain types, so that it loads with
-        weights_only=True and a foreign file can execute nothing."""
+        """Write the checkpoint, if it is not there yet: only tensors and plain types, so that it
+        loads with weights_only=True and a foreign file can execute nothing."""
+        if self.step == self.saved_step > self.first_step and not self.unsaved:
+            return
         content = {
             "format": CHECKPOINT_FORMAT,
             "options": asdict(self.options),
@@ -2585,11 +2617,11 @@ def parse_options(argv, kind=Options):
     saved = {name: value for name, value in saved.items() if name in names}
     options = tyro.cli(kind, args=argv, default=kind(**saved))
     doors = [options.env_id, *options.wrappers, options.policy, *options.extensions]
-    print(f"{path} names code that is imported: {', '.join(doors)}")
+    print(f"{path} names code that is imported: {ascii(doors)[1:-1]}")
     for name, value in saved.items():
         if getattr(options, name) != value:
             option = name.replace("_", "-")
-            print(f"--{option}: {getattr(options, name)} (the checkpoint has {value})")
+            print(f"--{option}: {getattr(options, name)!a} (the checkpoint has {value!a})")
     return options
 
 

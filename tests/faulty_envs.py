@@ -2,6 +2,7 @@
 `tests.faulty_envs:Faulty-raise-v0` and so on."""
 
 import itertools
+import multiprocessing
 import os
 import random
 import resource
@@ -88,6 +89,34 @@ class Parent(Faulty):
             with open(self.folder / "closed", "a") as file:
                 file.write(self.fault[0])
             time.sleep(3600)
+
+
+class Household(Count):
+    """Uses multiprocessing, and has a program of its own running, which `close` ends politely: it
+    keeps the seconds that this takes. With `leaves`, it does not end it."""
+
+    def __init__(self, options, leaves=False, render_mode=None):
+        super().__init__(limit=20)
+        self.folder = Path(options.runs_dir)
+        self.leaves = leaves
+        self.program = None
+
+    def step(self, action):
+        if self.program is None:
+            helper = multiprocessing.get_context("fork").Process(target=time.sleep, args=(0,))
+            helper.start()
+            helper.join()
+            (self.folder / "output").touch()
+            self.program = subprocess.Popen(["tail", "-f", str(self.folder / "output")])
+        return super().step(action)
+
+    def close(self):
+        if self.program is not None and not self.leaves:
+            began_at = time.monotonic()
+            self.program.terminate()
+            self.program.wait()
+            with open(self.folder / "closed", "a") as file:
+                file.write(f"{time.monotonic() - began_at}\n")
 
 
 class Stuck(Count):
@@ -222,6 +251,7 @@ class Traced(Count):
             sys.settrace(trace)
 
 
+gym.register("Household-v0", f"{__name__}:Household", kwargs={"options": None})
 gym.register("Traced-v0", f"{__name__}:Traced", kwargs={"options": None})
 gym.register("Late-v0", f"{__name__}:Late", kwargs={"number": 0})
 for name in ("Broken", "Numbered", "Stuck", "Unusable"):

@@ -2,12 +2,15 @@
 are no numbers."""
 
 import contextlib
+import errno
 import itertools
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from multiprocessing import forkserver
 from pathlib import Path
@@ -344,6 +347,28 @@ def test_children_of_environments(tmp_path, capfd, fault, closings):
     assert nobody_left() and len((tmp_path / "closed").read_text()) >= closings
 
 
+def test_households(tmp_path):
+    """Environments may use multiprocessing, and what they start obeys SIGTERM: programs inherit
+    which signals are ignored, and workers ignore none."""
+    line = "--env-id tests.faulty_envs:Household-v0 --num-workers 2 --total-timesteps 64"
+    line += " --sampler nover"  # each takes a step
+    assert saved(run_here(tmp_path, line))["step"] == 64
+    seconds = [float(word) for word in (tmp_path / "closed").read_text().split()]
+    assert len(seconds) == 5 and max(seconds) < 2  # four, and the one that was looked at
+    assert nobody_left() and not children_of(tmp_path)
+
+
+def test_children_of_a_run_that_is_killed(tmp_path, start):
+    """Workers that leave because the main process is gone take along what environments have left
+    behind."""
+    line = "--env-id tests.faulty_envs:Household-v0 --env-kwargs leaves=True --num-workers 2"
+    process, _ = start(f"{line} --total-timesteps 1000000")
+    wait_until(lambda: len(children_of(tmp_path)) == 5)
+    process.kill()
+    # that of the environment that was looked at before the run was a child of the run itself
+    wait_until(lambda: len(children_of(tmp_path)) == 1, 10)
+
+
 class Unclosable(gym.Env):
     """Cannot be closed."""
 
@@ -629,6 +654,90 @@ def test_a_run_that_has_not_ended(tmp_path, capsys):
     )
     os.close(lock)
     assert ver_ppo.main(["--resume", str(folder), "--total-timesteps", "128"]) == 0
+
+
+def test_a_refused_run_lets_its_folder_go(tmp_path, monkeypatch, capsys):
+    """In a notebook, say, where the process goes on."""
+    folder = run_here(tmp_path, f"{CARTPOLE} 64")
+    args = ["--resume", str(folder), "--total-timesteps", "128"]
+    with monkeypatch.context() as patch:
+        patch.setattr(ver_ppo.os, "fsync", full_disk)
+        one_line(capsys, args, f"{folder} cannot be written (No space left on device)")
+    assert json.loads((folder / "options.json").read_text())["total_timesteps"] == 64
+    assert ver_ppo.main(args) == 0
+
+
+def full_disk(*args):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_closed_output(tmp_path):
+    """`python ver_ppo.py ... 2>&1 | head -c 300`: what was learned until then is saved."""
+    line = f"ver_ppo.py {CARTPOLE} 1000000 --num-workers 0 --eval-episodes 0 --runs-dir {tmp_path}"
+    command = f"{sys.executable} {line} 2>&1 | head -c 300"
+    subprocess.run(command, shell=True, cwd=ROOT, timeout=60, capture_output=True)
+    wait_until(lambda: list(tmp_path.glob("*/checkpoint.pt")))
+    (folder,) = run_folders(tmp_path)
+    assert 0 < saved(folder)["step"] < 1_000_000
+
+
+def test_a_step_is_saved_once(tmp_path, monkeypatch):
+    """A signal that comes while a checkpoint is written, and the end of a run just after one, do
+    not write it again: torchrun kills after 30 s."""
+    written = []
+    own = ver_ppo.write_checkpoint
+    note = lambda content, path: written.append(content["step"]) or own(content, path)
+    monkeypatch.setattr(ver_ppo, "write_checkpoint", note)
+    run_here(tmp_path, f"{CARTPOLE} 192 --checkpoint-interval 64")
+    assert written == [64, 128, 192]
+
+
+def test_training_in_a_thread(tmp_path):
+    """Is refused in one line: only the main thread can catch signals."""
+    found = []
+    options = ver_ppo.parse_options(small(tmp_path, *f"{CARTPOLE} 64".split()))
+
+    def train():
+        try:
+            ver_ppo.train(options)
+        except ver_ppo.UserError as error:
+            found.append(str(error))
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    thread.join()
+    assert found == ["training catches signals: it must run in the main thread"]
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_program_without_a_guard(tmp_path):
+    """The first worker that imports it says how to write it; no worker makes a run folder."""
+    options = f'env_id="CartPole-v1", num_workers=2, runs_dir={str(tmp_path / "runs")!r}'
+    program = tmp_path / "program.py"
+    program.write_text(f"import ver_ppo\n\nver_ppo.train(ver_ppo.Options({options}))\n")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, program], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode and "train in `if __name__ == '__main__':`" in done.stderr
+    assert len(list((tmp_path / "runs").iterdir())) == 1
+
+
+class Reordered(ver_ppo.Policy):
+    """The same weights, in another order."""
+
+    def __init__(self, spec, options):
+        super().__init__(spec, options)
+        actor = self.actor
+        del self.actor
+        self.actor = actor
+
+
+def test_an_optimizer_of_other_weights(tmp_path, capsys):
+    """torch tells them by their order: other shapes would be written beyond the end of memory."""
+    folder = run_here(tmp_path, f"{CARTPOLE} 64")
+    args = ["--resume", str(folder), "--policy", "tests.test_faults:Reordered"]
+    one_line(capsys, args, "belongs to another optimizer or network: its state is of other weights")
 
 
 def test_two_runs_in_a_second(tmp_path, monkeypatch, capsys):
