@@ -102,6 +102,9 @@ class Ranks:
             raise UserError(f"WORLD_SIZE is set, but not {', '.join(missing)}: {advice}")
         self.rank = int(os.environ.get("RANK", "0"))
         self.size = int(os.environ.get("WORLD_SIZE", "1"))
+        if not self.rank < self.size:
+            both = f"RANK is {self.rank}, and WORLD_SIZE {self.size}"
+            raise UserError(f"{both}: start with torchrun, or unset both")
         self.timeout_sec = timeout_sec
         self.store = self.call(open_store, timeout_sec)
         self.start = self.call(agree_on_start, self.store, self.rank, self.size, timeout_sec)

@@ -1142,13 +1142,13 @@ def make_env(options, split="train", number=0):
     Those that are registered with arguments named `options`, `split` or `number` are told these;
     other environments differ in their seeds alone.
     """
-    spec = load(options.env_id)
+    spec = load(options.env_id, "--env-id")
     known = {"options": options, "split": split, "number": number}
     arguments = {name: value for name, value in known.items() if name in spec.kwargs}
     arguments |= read_arguments(options.env_kwargs)
     env = gym.make(spec, disable_env_checker=True, **arguments)
     for wrapper in options.wrappers:
-        env = load(wrapper)(env)
+        env = load(wrapper, "--wrappers")(env)
     return env
 
 
@@ -1913,7 +1913,7 @@ def load_policy(policy, path):
 
 def make_policy(spec, options):
     """The network that --policy names. Raises UserError."""
-    network = load(options.policy)
+    network = load(options.policy, "--policy")
     try:
         inspect.signature(network).bind(spec, options)
     except TypeError as error:
@@ -1976,7 +1976,7 @@ class Run:
         try:
             self.open_folder()
         except UserError:
-            self.close()
+            Run.close(self)  # not those of subclasses: ranks have yet to agree
             raise
         self.began_at = time.perf_counter()
         self.logged_at = self.began_at
@@ -2088,6 +2088,8 @@ class Run:
         """Signals are noted, so that training ends where weights are whole; a second one ends it
         wherever it is."""
         self.signal = number
+        with contextlib.suppress(OSError):  # nobody reads it
+            os.write(2, b"\nstopping after this update; once more ends at once\n")
         for each in SIGNALS:
             signal.signal(each, signal.SIG_DFL)
 
@@ -2108,7 +2110,7 @@ class Run:
                     self.bar.write(what_limits(self.options, *means))
             except self.saved_after:
                 self.save()
-                if not self.unsaved:
+                if self.step and not self.unsaved:
                     how = f"go on with: --resume {self.folder}"
                     self.bar.write(f"stopped at step {self.step}; {how}")
                 raise
@@ -2142,6 +2144,7 @@ class Run:
         self.step += steps
         self.update += 1
         self.recent.extend(episodes)
+        logs["charts/SPS_update"] = steps / logs["time/cycle_sec"]
         logs["charts/SPS"] = (self.step - self.first_step) / (time.perf_counter() - self.began_at)
         if self.recent:
             metrics = [f"metrics/{name}" for name in self.spec.metrics]
@@ -2240,7 +2243,9 @@ class Run:
         """Evaluate what was learned. Raises OSError if it could not be saved."""
         self.bar.close()
         if self.options.eval_episodes:
-            self.write_scalars(report_evaluation(self.policy, self.spec, self.options))
+            means = report_evaluation(self.policy, self.spec, self.options)
+            if self.step > self.first_step:  # else they are in the curves already
+                self.write_scalars(means)
         if self.unsaved:
             raise OSError(f"the last checkpoint could not be written: {self.unsaved}")
 
@@ -2484,40 +2489,42 @@ def read_arguments(items):
     return arguments
 
 
-def find(text):
-    """What `module:name(key=value, ...)` names, and the arguments in its brackets, if it has any.
-    Imports the module, and finds its attribute of that name, or Gymnasium's specification of the
-    environment that it registers by that id (without a module: one that Gymnasium knows). Raises
-    UserError.
+def find(text, option):
+    """What `module:name(key=value, ...)` names, given for this option, and the arguments in its
+    brackets, if it has any. Imports the module, and finds its attribute of that name, for --env-id
+    Gymnasium's specification of the environment that it registers by that id (without a module: one
+    that Gymnasium knows). Raises UserError.
 
-    >>> find("math:prod(start=2, name=a/b.pt)")
+    >>> find("math:prod(start=2, name=a/b.pt)", "--policy")
     (<built-in function prod>, {'start': 2, 'name': 'a/b.pt'})
     """
     short, bracket, rest = text.partition("(")
     path = ALIASES.get(short, short)
     module, _, name = path.rpartition(":")
     try:
+        advice = "must be MODULE:NAME"
+        if option == "--env-id":
+            advice = "an environment of a package is named package:Id-v0"
         home = importlib.import_module(module) if module else None
-        found = getattr(home, name) if hasattr(home, name) else gym.spec(name)
+        found = gym.spec(name) if option == "--env-id" else getattr(home, name)
     except (Exception, SystemExit) as error:  # whatever the module's own code raises
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        advice = "" if module else ": an environment of a package is named package:Id-v0"
-        raise UserError(f"{text} cannot be found ({reason}){advice}") from None
+        raise UserError(f"{option} {text} cannot be found ({reason}): {advice}") from None
     if not bracket:
         return found, {}
     if not re.fullmatch(r"\w+ *=.*\)", rest):
-        raise UserError(f"{text}: must be {short}(KEY=VALUE, ...)")
+        raise UserError(f"{option} {text}: must be {short}(KEY=VALUE, ...)")
     # a comma separates arguments where another KEY= follows
     return found, read_arguments(re.split(r", *(?=\w+ *=)", rest[:-1]))
 
 
-def load(text):
+def load(text, option):
     """What a string names (`find`), with its arguments bound to it. Raises UserError.
 
-    >>> load("math:prod(start=2)")([3, 4])
+    >>> load("math:prod(start=2)", "--policy")([3, 4])
     24
     """
-    found, arguments = find(text)
+    found, arguments = find(text, option)
     if not arguments:
         return found
     bound = functools.partial(found, **arguments)
@@ -2525,7 +2532,7 @@ def load(text):
         inspect.signature(bound)  # raises for an argument that it does not take
     except (TypeError, ValueError):
         takes = f"{found.__name__}{inspect.signature(found)}"
-        raise UserError(f"{text}: takes other arguments, it is {takes}") from None
+        raise UserError(f"{option} {text}: takes other arguments, it is {takes}") from None
     return bound
 
 
@@ -2534,7 +2541,7 @@ def extend(run_class, options):
     its members, around the ones before it. Its arguments are those of its attributes that are
     annotated. Raises UserError."""
     for text in options.extensions:
-        extension, arguments = find(text)
+        extension, arguments = find(text, "--extensions")
         if not inspect.isclass(extension) or not issubclass(extension, Run):
             raise UserError(f"--extensions {text}: must be a subclass of ver_ppo.Run")
         takes = list(inspect.get_annotations(extension))
@@ -2603,19 +2610,22 @@ def choose_device(options):
 
 
 def parse_options(argv, kind=Options):
-    """Options from the command line; with --resume or --checkpoint, those of that run where none is
-    given here. Raises UserError."""
+    """Options from the command line; with --resume or --checkpoint (a run folder or its checkpoint
+    file), those of that run where none is given here. Raises UserError."""
     places = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     places.add_argument("--resume")
     places.add_argument("--checkpoint")
     given, _ = places.parse_known_args(argv)
-    path = given.checkpoint or (given.resume and Path(given.resume) / "checkpoint.pt")
-    if not path:
+    if not (given.checkpoint or given.resume):
         return tyro.cli(kind, args=argv)
+    path = Path(given.checkpoint or given.resume)
+    if path.is_dir():
+        path = path / "checkpoint.pt"
+    place = {"checkpoint": str(path)} if given.checkpoint else {"resume": str(path.parent)}
     saved = load_checkpoint(path)["options"]
     names = {field.name for field in fields(kind)} - {"device", "resume", "checkpoint"}
     saved = {name: value for name, value in saved.items() if name in names}
-    options = tyro.cli(kind, args=argv, default=kind(**saved))
+    options = replace(tyro.cli(kind, args=argv, default=kind(**saved)), **place)
     doors = [options.env_id, *options.wrappers, options.policy, *options.extensions]
     print(f"{path} names code that is imported: {ascii(doors)[1:-1]}")
     for name, value in saved.items():

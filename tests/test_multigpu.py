@@ -547,6 +547,10 @@ def test_rules_of_ranks(monkeypatch, capsys):
     """What only many ranks forbid."""
     with pytest.raises(ver_ppo.UserError, match="is evaluated by ver_ppo.py"):
         ver_multigpu.Options(checkpoint="cuda")
+    monkeypatch.setenv("RANK", "1")
+    assert ver_multigpu.main(["--env-id", "CartPole-v1", "--device", "cpu"]) == 2
+    assert "RANK is 1, and WORLD_SIZE 1: start with torchrun" in capsys.readouterr().err
+    monkeypatch.delenv("RANK")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert ver_multigpu.main(["--env-id", "CartPole-v1", "--device", "cpu"]) == 2
     words = "WORLD_SIZE is set, but not RANK, MASTER_ADDR, MASTER_PORT: start with torchrun"

@@ -196,6 +196,44 @@ def test_resume_with_workers(tmp_path, capsys, where):
     assert run_folders(tmp_path) == [folder] and nobody_left()
 
 
+def test_greedy_agents():
+    """They repeat themselves: after `reset`, as if they were new. Others sample."""
+    spec, policy = ver_ppo.build(ver_ppo.Options(env_id="CartPole-v1", device="cpu"))
+    agent = play.Agent(policy, spec, greedy=True)
+    observations = np.random.default_rng(0).normal(size=(5, 4)).astype(np.float32)
+    acted = []
+    for _ in range(3):
+        agent.reset()
+        acted.append([agent.act(observation) for observation in observations])
+    assert acted[0] == acted[1] == acted[2]
+    sampled = play.Agent(policy, spec)
+    assert {sampled.act(observations[0]) for _ in range(50)} == {0, 1}
+
+
+def test_folder_or_checkpoint(tmp_path, capsys):
+    """Both name a run, for --resume as for --checkpoint. A run that was at its end writes its
+    evaluation only once."""
+    folder = run_here(tmp_path, "--env-id CartPole-v1 --total-timesteps 64 --eval-episodes 2")
+    for place in (folder, folder / "checkpoint.pt"):
+        assert ver_ppo.parse_options(["--resume", str(place)]).resume == str(folder)
+        assert ver_ppo.main(["--checkpoint", str(place)]) == 0
+        assert ver_ppo.main(["--resume", str(place)]) == 0
+    assert capsys.readouterr().out.count("evaluation, 2 sampled episodes") == 5
+    events = EventAccumulator(str(folder)).Reload()
+    assert len(events.Scalars("eval/return")) == 1
+    assert events.Scalars("charts/SPS_update")[0].value > 0
+
+
+def test_hostile_options_are_escaped(tmp_path, capsys):
+    """What a checkpoint says of itself cannot write to the terminal what it likes."""
+    folder = run_here(tmp_path, "--env-id CartPole-v1 --total-timesteps 64")
+    content = saved(folder)
+    content["options"]["exp_name"] = content["options"]["env_id"] = "\x1b[2Jwiped"
+    ver_ppo.write_checkpoint(content, folder / "checkpoint.pt")
+    assert ver_ppo.main(["--resume", str(folder), "--exp-name", "mine"]) == 2
+    assert "\x1b" not in capsys.readouterr().out
+
+
 def test_resume_with_other_options(tmp_path):
     """The weights go on, whatever else changes."""
     folder = run_here(
@@ -456,7 +494,11 @@ BAD_INPUT = {
     "--device cuda": "--device cpu",
     "--device abacus": "abacus",
     "--device meta": "meta: cannot be used",
-    "--env-id tests.quitter:Env-v0": "tests.quitter:Env-v0 cannot be found (SystemExit",
+    "--env-id tests.quitter:Env-v0": "--env-id tests.quitter:Env-v0 cannot be found (SystemExit",
+    "--env-id minigird/Empty-v0": "an environment of a package is named package:Id-v0",
+    "--wrappers wrap.Noise": "--wrappers wrap.Noise cannot be found",
+    "--wrappers FrameStack": "must be MODULE:NAME",
+    "--policy tests.envs:Typo": "--policy tests.envs:Typo cannot be found (AttributeError",
     "--checkpoint nowhere.pt": "no checkpoint nowhere.pt",
     "--resume nowhere": "no checkpoint",
     "--policy resnet18 --env-kwargs image_size=32": "64 x 64",

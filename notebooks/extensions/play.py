@@ -29,10 +29,17 @@ def load_policy(folder):
 
 
 class Skill:
-    """A policy that acts for one robot: its memory, empty at first, and its last action."""
+    """A policy that acts for one robot: its memory, empty at first, and its last action. `greedy`:
+    it takes the most probable actions in place of sampled ones."""
 
-    def __init__(self, policy):
+    def __init__(self, policy, greedy=False):
         self.policy = policy
+        self.greedy = greedy
+        self.reset()
+
+    def reset(self):
+        """Forget everything: another episode begins."""
+        policy = self.policy
         self.state = torch.zeros(1, *policy.state_shape)
         self.first = torch.tensor([True])
         if policy.choices:
@@ -42,11 +49,11 @@ class Skill:
 
     @torch.inference_mode()
     def act(self, observation):
-        """The next action, sampled."""
+        """The next action."""
         obs = {key: torch.from_numpy(part)[None] for key, part in observation.items()}
         inputs = (obs, self.action, self.first, self.state)
         distribution, _, self.state = self.policy.step(*inputs)
-        self.action = distribution.sample()
+        self.action = distribution.mode if self.greedy else distribution.sample()
         self.first = torch.tensor([False])
         return self.action[0].numpy()
 
@@ -56,8 +63,8 @@ class Agent(Skill):
     come, and gives actions as that environment wants them. `spec` is what `describe_env` says of
     it."""
 
-    def __init__(self, policy, spec):
-        super().__init__(policy)
+    def __init__(self, policy, spec, greedy=False):
+        super().__init__(policy, greedy)
         self.spec = spec
 
     def act(self, observation):
@@ -87,8 +94,9 @@ def frames(folder, episodes=3):
     options = replace(options, env_kwargs=(*options.env_kwargs, "render_mode=rgb_array"))
     agent_spec = ver_ppo.describe_env(options)
     env = ver_ppo.make_env(options, "val")
+    agent = Agent(policy, agent_spec)
     for seed in range(episodes):
-        agent = Agent(policy, agent_spec)
+        agent.reset()
         observation, _ = env.reset(seed=seed)
         for _ in range(MOST_FRAMES):
             picture = env.render()

@@ -177,7 +177,7 @@ def other_members(options):
 
 def entries_of(options, member):
     """The files of a member's entries, the newest last."""
-    return sorted(folder_of(options, member).glob(ENTRY))
+    return sorted(path for path in folder_of(options, member).glob(ENTRY) if path.is_file())
 
 
 def outline(value):
@@ -320,7 +320,7 @@ def publish_and_decide(run):
             ver_ppo.write_checkpoint(content, checkpoint)
         note(run, own, others, decision, donor, evolved)
         return evolved if decision != "goes on" else None
-    except (OSError, RuntimeError, ver_ppo.UserError) as error:  # a full disk
+    except Exception as error:  # a full disk, or whatever a damaged entry leads to
         reason = str(error).splitlines()[0]
         run.bar.write(f"not compared with the population at step {run.step}: {reason}")
         return None
