@@ -1253,7 +1253,8 @@ def describe_env(options):
     trial = CheckedEnvironment(0, options, "train", spec=None, io=None)
     try:
         with contextlib.closing(trial):
-            trial.env = env = make_env(options)
+            env = make_env(options)
+            trial.env = env
             metrics = (env.metadata or {}).get("metrics", ())  # None: adapters of old gym
             check_wrappers(env)
             spec = EnvSpec(env.observation_space, env.action_space, metrics)

@@ -210,6 +210,28 @@ def test_greedy_agents():
     assert {sampled.act(observations[0]) for _ in range(50)} == {0, 1}
 
 
+@pytest.mark.parametrize("name", ["CartPole-v1", "tests.envs:Everything-v0", "Pendulum-v1"])
+def test_export(tmp_path, name):
+    """What the manual's `export` writes computes what `Policy.step` does, exactly."""
+    manual = (ROOT / "notebooks" / "MANUAL.md").read_text()
+    codes = re.findall(r"```python\n(.*?)```", manual, re.S)
+    (code,) = (code for code in codes if "def export" in code)
+    names = {}
+    exec(code, names)
+    folder = run_here(tmp_path, f"--env-id {name} --total-timesteps 64")
+    names["export"](folder, tmp_path / "step.pt2")
+    policy, options = play.load_policy(folder)
+    spec = ver_ppo.describe_env(options)
+    obs = {key: space.sample()[None] for key, space in spec.observations.items()}
+    inputs = {key: torch.from_numpy(obs[key].astype(kind)) for key, kind, _ in spec.obs_fields}
+    action = torch.from_numpy(np.zeros((1, spec.action_dims), spec.action_dtype))
+    state = torch.randn(1, *policy.state_shape)
+    given = inputs, action, torch.tensor([False]), state
+    found = torch.export.load(tmp_path / "step.pt2").module()(*given)
+    for one, other in zip(found, names["Step"](policy)(*given)):
+        assert torch.equal(one, other)
+
+
 def test_folder_or_checkpoint(tmp_path, capsys):
     """Both name a run, for --resume as for --checkpoint. A run that was at its end writes its
     evaluation only once."""
