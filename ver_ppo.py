@@ -2055,7 +2055,8 @@ class Run:
         return inline_rollouts(self)
 
     def enough(self, rows=0):
-        """Whether a rollout of so many rows ends early: after a signal."""
+        """Whether a rollout of so many rows ends early: after a signal. Moves the progress bar."""
+        self.bar.update(max(0, self.step + rows - self.bar.n))
         return self.signal is not None
 
     def collect(self, source):

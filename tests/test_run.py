@@ -486,6 +486,16 @@ if child:
 """
 
 
+def test_the_bar_moves_while_collecting(tmp_path, monkeypatch):
+    """A first rollout may take minutes."""
+    seen = []
+    own = ver_ppo.tqdm.update
+    note = lambda bar, n=1: seen.append(n) or own(bar, n)
+    monkeypatch.setattr(ver_ppo.tqdm, "update", note)
+    run_here(tmp_path, "--env-id CartPole-v1 --num-workers 0 --total-timesteps 64")
+    assert sum(seen) == 64 and max(seen) < 64
+
+
 def test_first_line(tmp_path, capsys, monkeypatch):
     """What was chosen, and by which figures; an explicit number is not measured."""
     monkeypatch.setattr(ver_ppo, "time_steps", lambda env: [2e-3, 1.9e-3])
