@@ -1333,7 +1333,8 @@ def time_steps(trial):
             steps += 1
     ended_2 = np.array([time.perf_counter(), time.process_time()])
     delay_sec += run_delay_sec()
-    step_sec, cpu_sec = (ended_2 - began_2) / max(1, steps)
+    steps = max(1, steps)
+    step_sec, cpu_sec = (ended_2 - began_2) / steps
     undisturbed_sec = max(min(cpu_sec, step_sec), step_sec - delay_sec / steps)
     return float(undisturbed_sec), float(cpu_sec)
 
