@@ -318,7 +318,7 @@ def test_auxiliary_loss_in_a_run(tmp_path):
 def test_core(tmp_path):
     """It trains, and its two ways to compute are one."""
     run("gru", tmp_path, 128)
-    core = ver_ppo.load("gru:GRU")(5, 8)
+    core = ver_ppo.load("gru:GRU", "--policy")(5, 8)
     x_MF, state_Q = torch.randn(7, 5), torch.randn(3, 1, 8)
     batch_sizes = torch.tensor([3, 2, 2])
     stepped, state = [], state_Q

@@ -18,7 +18,7 @@ import gymnasium as gym
 import numpy as np
 
 POINTNAV = "benchmark/nav/pointnav/pointnav_habitat_test.yaml"
-GOAL_SPACE = gym.spaces.Box(-1000, 1000, (3,), np.float32)  # distance in m, cos, sin of bearing
+GOAL_SPACE = gym.spaces.Box(-100, 100, (3,), np.float32)  # distance in m, cos, sin of bearing
 POLAR = ("pointgoal_with_gps_compass", "pointgoal")  # observations [distance in m, angle]
 SCENE_EPISODES = 50  # of training in a scene before the next one: loading a scene takes seconds
 

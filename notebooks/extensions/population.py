@@ -177,7 +177,7 @@ def other_members(options):
 
 def entries_of(options, member):
     """The files of a member's entries, the newest last."""
-    return sorted(path for path in folder_of(options, member).glob(ENTRY) if path.is_file())
+    return sorted(folder_of(options, member).glob(ENTRY))
 
 
 def outline(value):
@@ -193,6 +193,8 @@ def outline(value):
 def read_other(run, own_content, path):
     """The content of another member's entry. Raises UserError, or whatever a damaged file leads to,
     if the run could not go on from it."""
+    if not path.is_file():
+        raise ver_ppo.UserError("is no file")
     content = ver_ppo.load_checkpoint(path)
     options = evolving(content["options"])
     replace(run.options, **options)  # refuses values with which nothing can be learned
