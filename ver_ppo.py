@@ -1432,12 +1432,15 @@ def update_statistics(policy, rollout, weight, average):
     """Let the running statistics take in 256 steps of a rollout, and of those of other ranks: after
     learning from it, because what was seen in acting must be seen alike in learning. `weight`: the
     learning rate as a share of the first one."""
-    for reader in policy.modules():
-        normalize = getattr(reader, "normalize", None)
-        if isinstance(normalize, Statistics) and normalize.training:
-            some = torch.randperm(rollout.rows)[:256].to(rollout.device)
-            obs = {key: part[some] for key, part in rollout.obs.items()}
-            normalize.take_in(reader.read(obs), weight, average)
+    modules = list(policy.modules())
+    readers = [each for each in modules if isinstance(getattr(each, "normalize", None), Statistics)]
+    if not readers:
+        return
+    some = torch.randperm(rollout.rows)[:256].to(rollout.device)
+    obs = {key: part[some] for key, part in rollout.obs.items()}
+    for reader in readers:
+        if reader.normalize.training:
+            reader.normalize.take_in(reader.read(obs), weight, average)
 
 
 class Images(nn.Module):
