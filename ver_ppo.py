@@ -44,7 +44,6 @@ networks, and other ways to collect come in by their names, from notebooks/ or f
 own. Papers: VER; DD-PPO (Wijmans et al. 2020); Sample Factory (Petrenko et al. 2020).
 """
 
-import argparse
 import ast
 import contextlib
 import ctypes
@@ -103,7 +102,7 @@ class Options:
     sampler: Literal["ver", "nover", "sync"] = "ver"
 
     hidden_size: int = 128  # H, width of the LSTM and the encoders
-    lstm_layers: int = 1  # 1 or 2; 0: a feed-forward layer in place of the LSTM
+    lstm_layers: int = 1  # 0: a feed-forward layer in place of the LSTM
 
     learning_rate: float = 2e-3  # at the start; decays to 0 along a cosine
     gamma: float = 0.99  # discount factor
@@ -1443,45 +1442,43 @@ def update_statistics(policy, rollout, weight, average):
             reader.normalize.take_in(reader.read(obs), weight, average)
 
 
-class Images(nn.Module):
-    """The images of one size (RGB and depth, say), stacked as B x channels x height x width. uint8
-    is scaled to 0..1; where there is any, or one `is_any_size`, every channel is normalized."""
+class Image(nn.Module):
+    """An image as B x channels x height x width. uint8 is scaled to 0..1, and normalized, as are
+    numbers of any size."""
 
-    def __init__(self, spaces):
+    def __init__(self, key, space):
         super().__init__()
-        self.layouts = {key: image_layout(space) for key, space in spaces.items()}
-        layouts = list(self.layouts.values())
-        self.size = layouts[0][1:3]
-        self.channels = sum(layout[0] for layout in layouts)
-        normalized = any(each.dtype == np.uint8 or is_any_size(each) for each in spaces.values())
+        self.key = key
+        self.channels, height, width, self.channels_last = image_layout(space)
+        self.size = height, width
+        normalized = space.dtype == np.uint8 or is_any_size(space)
         self.normalize = Statistics(self.channels) if normalized else nn.Identity()
 
     def read(self, obs):
-        """The images, not yet normalized."""
-        images = []
-        for key, (_, _, _, channels_last) in self.layouts.items():
-            image = obs[key] / 255 if obs[key].dtype == torch.uint8 else obs[key]
-            if channels_last:
-                image = image.reshape(*image.shape[:3], -1).permute(0, 3, 1, 2)
-            images.append(image)
-        return torch.cat(images, dim=1) if len(images) > 1 else images[0]
+        """The image, not yet normalized."""
+        image = obs[self.key]
+        if image.dtype == torch.uint8:
+            image = image / 255
+        if self.channels_last:
+            image = image.reshape(*image.shape[:3], -1).permute(0, 3, 1, 2)
+        return image
 
     def forward(self, obs):
         return self.normalize(self.read(obs))
 
 
 class SmallCNN(nn.Module):
-    """Small CNN for images of any size -> B x out_features. Its first layers read patches that do
+    """Small CNN for an image of any size -> B x out_features. Its first layers read patches that do
     not overlap: on a CPU that is twice as fast as the usual overlapping 8x8 and 4x4 kernels. With
     channels last in memory it learns in three quarters of the time."""
 
-    def __init__(self, images, out_features):
+    def __init__(self, image, out_features):
         super().__init__()
-        self.images = images
+        self.image = image
         self.out_features = out_features
-        stride = 4 if min(images.size) >= 32 else 2
+        stride = 4 if min(image.size) >= 32 else 2
         convolutions = nn.Sequential(
-            orthogonal(nn.Conv2d(images.channels, 16, stride, stride)),
+            orthogonal(nn.Conv2d(image.channels, 16, stride, stride)),
             nn.ReLU(inplace=True),
             orthogonal(nn.Conv2d(16, 32, stride, stride)),
             nn.ReLU(inplace=True),
@@ -1490,11 +1487,11 @@ class SmallCNN(nn.Module):
             nn.Flatten(),
         )
         self.convolutions = convolutions.to(memory_format=torch.channels_last)
-        flat_features = 32 * math.prod(size // stride // stride for size in images.size)
+        flat_features = 32 * math.prod(size // stride // stride for size in image.size)
         self.out = orthogonal(nn.Linear(flat_features, out_features))
 
     def forward(self, obs):
-        return torch.relu(self.out(self.convolutions(self.images(obs))))
+        return torch.relu(self.out(self.convolutions(self.image(obs))))
 
 
 class Vector(nn.Module):
@@ -1529,19 +1526,15 @@ class Vector(nn.Module):
         return self.layers(self.normalize(self.read(obs)))
 
 
-def build_encoders(spec, hidden_size, of_images=SmallCNN, of_vector=Vector):
-    """One encoder for all images of a size, one for each vector: observations -> B x out_features.
-    """
-    vectors = []
-    sizes = {}  # images by their size
+def build_encoders(spec, hidden_size):
+    """An encoder for each part of an observation: observations -> B x out_features."""
+    encoders = []
     for key, space in spec.observations.items():
-        layout = image_layout(space)
-        if layout:
-            sizes.setdefault(layout[1:3], {})[key] = space
+        if image_layout(space):
+            encoders.append(SmallCNN(Image(key, space), hidden_size))
         else:
-            vectors.append(of_vector(key, space, hidden_size // 2))
-    images = [of_images(Images(group), hidden_size) for group in sizes.values()]
-    return nn.ModuleList([*vectors, *images])
+            encoders.append(Vector(key, space, hidden_size // 2))
+    return nn.ModuleList(encoders)
 
 
 # ------------------------------------------------------------------------------------ Supervision
@@ -1862,7 +1855,7 @@ def check_rollout(rollout, version, lag=0):
 # Adds what a run leaves behind: options.json, TensorBoard events, checkpoint.pt, an evaluation; and
 # what it does on signals. The lesson calls `Run` and `make_policy`.
 
-CHECKPOINT_FORMAT = 8
+CHECKPOINT_FORMAT = 9
 # first number of derive_seed; environments have 0 (train) and 1 (val), overlap.py 3, ver_multigpu 4
 SEED_OF_LEARNER = 2
 
@@ -1918,12 +1911,7 @@ def load_policy(policy, path):
 
 def make_policy(spec, options):
     """The network that --policy names. Raises UserError."""
-    network = load(options.policy, "--policy")
-    try:
-        inspect.signature(network).bind(spec, options)
-    except TypeError as error:
-        refuse(options, "policy", f"must be made of (spec, options) ({error})")
-    return network(spec, options)
+    return load(options.policy, "--policy")(spec, options)
 
 
 def lock_folder(folder):
@@ -2110,10 +2098,6 @@ class Run:
                 if self.signal:  # it came in the last update
                     raise Interrupted(self.signal)
                 self.save()
-                if self.cycles:
-                    cycle_sec, shares = zip(*self.cycles)
-                    means = np.average(shares, axis=0, weights=cycle_sec)
-                    self.bar.write(what_limits(self.options, *means))
             except self.saved_after:
                 self.save()
                 if self.step and not self.unsaved:
@@ -2123,6 +2107,15 @@ class Run:
             finally:
                 for number, handler in handlers.items():
                     signal.signal(number, handler)
+                self.tell_limits()
+
+    def tell_limits(self):
+        """Say what took most of the time in the last hundred updates. (Not in the first one, in
+        which environments start.)"""
+        if self.cycles:
+            cycle_sec, shares = zip(*self.cycles)
+            means = np.average(shares, axis=0, weights=cycle_sec)
+            self.bar.write(what_limits(self.options, *means))
 
     @contextlib.contextmanager
     def learning(self):
@@ -2145,8 +2138,11 @@ class Run:
     def log(self, rollout, logs):
         """Count an update and its steps, write what to log, and from time to time a checkpoint."""
         steps, logs, episodes = self.describe(rollout, logs)
-        shares = [logs[f"time/{name}_share"] for name in SHARES]
-        self.cycles.append((logs["time/cycle_sec"], shares))
+        if self.step > self.first_step:
+            shares = [logs[f"time/{name}_share"] for name in SHARES]
+            self.cycles.append((logs["time/cycle_sec"], shares))
+            if len(self.cycles) == 10:
+                self.tell_limits()
         self.step += steps
         self.update += 1
         self.recent.extend(episodes)
@@ -2264,21 +2260,19 @@ def what_limits(options, waiting, inference, learning, worker_idle):
     and what helps.
 
     >>> what_limits(Options(sampler="sync"), 0.7, 0.1, 0.2, 0.6)
-    'stragglers limit the speed: 70 % waiting, workers idle 60 % of it: try --sampler ver'
+    'waiting for stragglers takes 70 % of the time: try --sampler ver'
     """
-    if learning >= max(waiting, inference):
-        what = "learning limits"
-        why = f"{learning:.0%} of the time: try a GPU, or fewer --update-epochs"
-    elif inference >= waiting:
-        what = "inference limits"
-        why = f"{inference:.0%} of the time: try more --num-envs in a batch, or a GPU"
-    elif worker_idle > 0.5 and options.sampler in ("sync", "nover"):
-        what = "stragglers limit"
-        why = f"{waiting:.0%} waiting, workers idle {worker_idle:.0%} of it: try --sampler ver"
-    else:
-        what = "simulators limit"
-        why = f"{waiting:.0%} of the time: try more --num-envs, --num-workers, or CPU cores"
-    return f"{what} the speed: {why}".replace("%", " %")
+    sizes = "more --num-envs and fewer --num-steps"
+    parts = [
+        (learning, "learning", f"a GPU, or {sizes}"),
+        (inference, "inference", f"a GPU, or {sizes}"),
+        (waiting, "waiting for simulators", "more --num-envs, --num-workers, or CPU cores"),
+        (1 - waiting - inference - learning, "all else", "ranks that are equally fast"),
+    ]
+    if worker_idle > 0.5 and options.sampler in ("sync", "nover"):
+        parts[2] = waiting, "waiting for stragglers", "--sampler ver"
+    share, what, cure = max(parts)
+    return f"{what} takes {share:.0%} of the time: try {cure}".replace("%", " %")
 
 
 @torch.inference_mode()
@@ -2572,20 +2566,17 @@ def check_options(options):
     o = options
     positive = "total_timesteps num_envs num_steps num_minibatches update_epochs clip_coef"
     positive += " checkpoint_interval learner_threads learning_rate max_grad_norm env_timeout"
+    positive += " hidden_size"
     for name in positive.split():
         if not (getattr(o, name) == "auto" or 0 < getattr(o, name) < math.inf):
             refuse(o, name, "must be a positive number")
-    amounts = "seed num_workers eval_episodes max_worker_restarts ent_coef vf_coef"
+    amounts = "seed num_workers eval_episodes max_worker_restarts ent_coef vf_coef lstm_layers"
     for name in amounts.split():
         if not (getattr(o, name) == "auto" or 0 <= getattr(o, name) < 2**63):
             refuse(o, name, "must be 0 or more")
     for name in ("gamma", "gae_lambda"):
         if not 0 <= getattr(o, name) <= 1:
             refuse(o, name, "must be within 0..1")
-    if o.lstm_layers not in (0, 1, 2):
-        refuse(o, "lstm_layers", "must be 0, 1 or 2")
-    if o.hidden_size < 2:
-        refuse(o, "hidden_size", "must be 2 or more")
     most_envs = select.PIPE_BUF // 4
     if o.num_envs > most_envs:
         refuse(o, "num_envs", f"must be at most {most_envs}: one pipe write")
@@ -2597,8 +2588,6 @@ def check_options(options):
         refuse(o, "num_minibatches", f"must be at most {steps}")
     if o.checkpoint and o.resume:
         refuse(o, "checkpoint", "evaluates and --resume trains: give one")
-    if o.checkpoint and not o.eval_episodes:
-        refuse(o, "eval_episodes", "must be at least 1 with --checkpoint")
 
 
 def choose_device(options):
@@ -2618,12 +2607,9 @@ def choose_device(options):
 def parse_options(argv, kind=Options):
     """Options from the command line; with --resume or --checkpoint (a run folder or its checkpoint
     file), those of that run where none is given here. Raises UserError."""
-    places = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    places.add_argument("--resume")
-    places.add_argument("--checkpoint")
-    given, _ = places.parse_known_args(argv)
+    given = tyro.cli(kind, args=argv)
     if not (given.checkpoint or given.resume):
-        return tyro.cli(kind, args=argv)
+        return given
     path = Path(given.checkpoint or given.resume)
     if path.is_dir():
         path = path / "checkpoint.pt"

@@ -84,7 +84,7 @@ def by_hand(name, channels):
 def test_backbones_by_hand(name):
     """Numbers of weights and the shape of the last feature map are those that the papers' figures
     give."""
-    images = ver_ppo.Images({"rgb": RGB, "depth": DEPTH})
+    images = networks.Stack([ver_ppo.Image("rgb", RGB), ver_ppo.Image("depth", DEPTH)])
     net = networks.ResNet(images, 512, **networks.BACKBONES[name])
     assert sum(p.numel() for p in net.backbone.parameters()) == by_hand(name, 4)
     channels = 256 if name.startswith("resnet18") else 1024
@@ -96,8 +96,8 @@ def test_backbones_by_hand(name):
 def test_first_convolutions():
     """256 x 256 pixels as in DD-PPO: halved by pooling; the last feature map, 4 x 4 pixels, is
     compressed to 128 x 4 x 4."""
-    images = ver_ppo.Images({"depth": gym.spaces.Box(0, 1, (256, 256, 1), np.float32)})
-    net = networks.ResNet(images, 512, **networks.BACKBONES["resnet50"])
+    image = ver_ppo.Image("depth", gym.spaces.Box(0, 1, (256, 256, 1), np.float32))
+    net = networks.ResNet(image, 512, **networks.BACKBONES["resnet50"])
     assert isinstance(net.backbone[0], torch.nn.AvgPool2d)
     assert net.compress(net.backbone(torch.zeros(1, 1, 256, 256))).shape == (1, 128 * 4 * 4)
 
@@ -134,8 +134,8 @@ def test_choices_and_bytes():
 
 @pytest.mark.parametrize("observations, action_space, name", CASES)
 def test_gradients_reach_every_weight(observations, action_space, name):
-    """RGB and depth of one size go through one encoder, other observations through their own, CPC|A
-    through its GRU."""
+    """Each observation goes through its own encoder (of the papers' networks, RGB and depth of one
+    size through one), CPC|A through its GRU."""
     policy = build(observations, action_space, name, hidden_size=16, lstm_layers=2)
     obs = sample(observations, 6)
     sizes = torch.tensor([2, 2, 2])
@@ -151,15 +151,20 @@ def test_gradients_reach_every_weight(observations, action_space, name):
     learning = {name: p for name, p in policy.named_parameters() if p.requires_grad}
     assert [name for name, p in learning.items() if p.grad is None or not p.grad.any()] == []
     if observations is ALL:
-        of_goal, of_images = policy.encoders
-        assert of_goal.key == "goal" and list(of_images.images.layouts) == ["rgb", "depth"]
+        if name == "ver_ppo:Policy":
+            of_rgb, of_depth, of_goal = policy.encoders
+            read = of_rgb.image, of_depth.image
+        else:
+            of_goal, of_images = policy.encoders
+            read = of_images.image.images
+        assert of_goal.key == "goal" and [image.key for image in read] == ["rgb", "depth"]
         other = policy.encode({**obs, "rgb": 255 - obs["rgb"]}, action, first)
         assert not torch.equal(other, policy.encode(obs, action, first))
 
 
 def test_running_statistics():
     """RGB, and vectors without bounds, are normalized by mean and deviation of all rollouts so far,
-    each with its weight; depth alone, bounded vectors and those of the papers' networks are not."""
+    each with its weight; depth, bounded vectors and those of the papers' networks are not."""
     policy = build({"rgb": RGB, "depth": DEPTH, "goal": GOAL, "near": NEAR}, hidden_size=16)
     rng = np.random.default_rng(0)
     images, goals = [], []
@@ -173,7 +178,7 @@ def test_running_statistics():
         obs = {key: torch.from_numpy(part) for key, part in obs.items()}
         learned = SimpleNamespace(obs=obs, rows=8, device=torch.device("cpu"))
         ver_ppo.update_statistics(policy, learned, weight, lambda tensors: None)
-        images.append(np.concatenate([rgb / 255, depth], axis=3))
+        images.append(rgb / 255)
         goals.append(goal.astype(np.float64))
 
     def normalized(parts):
@@ -183,17 +188,17 @@ def test_running_statistics():
         square = [((part - mean) ** 2).mean(axis=axes) for part in parts]
         return (parts[-1] - mean) / np.sqrt(np.average(square, axis=0, weights=weights))
 
-    of_goal, of_near, of_images = policy.encoders
-    found = of_images.images(obs).permute(0, 2, 3, 1)
+    of_rgb, of_depth, of_goal, of_near = policy.encoders
+    found = of_rgb.image(obs).permute(0, 2, 3, 1)
     np.testing.assert_allclose(found.numpy(), normalized(images), atol=2e-3)
     found = of_goal.normalize(of_goal.read(obs))
     np.testing.assert_allclose(found.numpy(), normalized(goals), atol=2e-3)
-    assert torch.equal(ver_ppo.Images({"depth": DEPTH})(obs)[:, 0], obs["depth"][..., 0])
-    plain = networks.LinearVector("goal", GOAL, 64)
+    assert torch.equal(of_depth.image(obs)[:, 0], obs["depth"][..., 0])
+    plain = networks.LinearVector("goal", GOAL)
     for encoder in (of_near, plain):
         assert torch.equal(encoder(obs), encoder.layers(obs["goal"]))
     names = [name for name, _ in policy.named_parameters()]  # these go from who learns to who acts
-    for encoder in ("2.images", "0"):
+    for encoder in ("0.image", "2"):
         own = {
             f"encoders.{encoder}.normalize.{name}" for name in ("mean_C", "variance_C", "rollouts")
         }
@@ -220,7 +225,7 @@ def test_numbers_of_any_size(bounds, shape, unit):
         policy = build({"part": gym.spaces.Box(bounds[0], high, shape)}, hidden_size=16)
         ver_ppo.update_statistics(policy, rollout, 1.0, lambda tensors: None)
         (encoder,) = policy.encoders
-        reader = encoder.images if len(shape) > 1 else encoder
+        reader = encoder.image if len(shape) > 1 else encoder
         found = reader.normalize(reader.read(rollout.obs))
         if high == 100:
             assert found.ravel().tolist() == part.ravel().tolist()
@@ -303,7 +308,7 @@ def test_cpc_trains(tmp_path):
         tmp_path / "2", f"{line} --num-workers 2 --extensions overlap --total-timesteps 128"
     )
     # two rollouts, the second one at half the learning rate
-    assert saved(folder)["policy"]["encoders.1.images.normalize.rollouts"] == 1.5
+    assert saved(folder)["policy"]["encoders.1.image.images.0.normalize.rollouts"] == 1.5
     assert len(logged(folder, "losses/auxiliary")) == 2
 
 

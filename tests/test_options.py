@@ -33,7 +33,7 @@ WRAPPERS = {
 }
 BAD = """
     num-envs 0 -3 1025, num-steps 0, num-workers -1 1000, num-minibatches 0 999
-    hidden-size 1, lstm-layers 3
+    hidden-size 0, lstm-layers -1
     gamma 1.1 nan, clip-coef 0, ent-coef nan -1, learning-rate 0 inf nan, seed -1
     learner-threads 0, env-timeout 0, total-timesteps 0
 """

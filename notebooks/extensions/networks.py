@@ -9,13 +9,11 @@ bfloat16, on CUDA only. Shapes as in ver_ppo.py; P starts, F futures of each, T 
 negatives of each future.
 """
 
-import functools
-
 import torch
 from torch import nn
 
 import ver_ppo
-from ver_ppo import ACTION_FEATURES, UserError, orthogonal, upload
+from ver_ppo import ACTION_FEATURES, Image, UserError, image_layout, orthogonal, upload
 
 # ------------------------------------------------------------------------------ Residual encoders
 
@@ -83,18 +81,18 @@ class ResNet(nn.Module):
     stands between the stages (VER section 4)."""
 
     def __init__(
-        self, images, out_features, blocks, bottleneck=True, groups=1, squeeze=False, modern=False
+        self, image, out_features, blocks, bottleneck=True, groups=1, squeeze=False, modern=False
     ):
         super().__init__()
-        if min(images.size) < 64:
-            raise UserError(f"a residual encoder needs images of 64 x 64 at least: {images.size}")
-        self.images = images
+        if min(image.size) < 64:
+            raise UserError(f"a residual encoder needs images of 64 x 64 at least: {image.size}")
+        self.image = image
         self.out_features = out_features
         layers = [nn.AvgPool2d(2)]
         if modern:
-            layers.append(convolution(images.channels, 32, 4, 4, padding=0))
+            layers.append(convolution(image.channels, 32, 4, 4, padding=0))
         else:
-            layers += [convolution(images.channels, 32, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
+            layers += [convolution(image.channels, 32, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
         channels = 32
         for stage, count in enumerate(blocks):
             planes = 32 * 2**stage
@@ -107,20 +105,34 @@ class ResNet(nn.Module):
                 channels = 4 * planes if bottleneck else planes
         self.backbone = nn.Sequential(*layers)
         with torch.no_grad():
-            height, width = self.backbone(torch.zeros(1, images.channels, *images.size)).shape[2:]
+            height, width = self.backbone(torch.zeros(1, image.channels, *image.size)).shape[2:]
         compressed = min(512, round(2048 / (height * width)))  # smaller images: fewer
         last = nn.Conv2d(channels, compressed, 3, padding=1, bias=False)
         self.compress = nn.Sequential(last, nn.GroupNorm(1, compressed), nn.ReLU(), nn.Flatten())
         self.out = orthogonal(nn.Linear(compressed * height * width, out_features))
 
     def forward(self, obs):
-        return torch.relu(self.out(self.compress(self.backbone(self.images(obs)))))
+        return torch.relu(self.out(self.compress(self.backbone(self.image(obs)))))
+
+
+class Stack(nn.Module):
+    """Images of one size (RGB and depth, say), one behind the other: B x channels x height x width.
+    """
+
+    def __init__(self, images):
+        super().__init__()
+        self.images = nn.ModuleList(images)
+        self.channels = sum(image.channels for image in images)
+        self.size = images[0].size
+
+    def forward(self, obs):
+        return torch.cat([image(obs) for image in self.images], dim=1)
 
 
 class LinearVector(ver_ppo.Vector):
     """One linear layer from a vector to 32 features (DD-PPO section 4), not normalized."""
 
-    def __init__(self, key, space, _):
+    def __init__(self, key, space):
         super().__init__(key, space, out_features=32)
         self.normalize = nn.Identity()
         self.layers = orthogonal(nn.Linear(self.in_features, 32))
@@ -139,8 +151,17 @@ class ResNetPolicy(ver_ppo.Policy):
         self.cpc = ContrastivePrediction(self.features, options.hidden_size) if cpc else None
 
     def make_encoders(self, spec, options):
-        of_images = functools.partial(ResNet, **self.backbone)
-        return ver_ppo.build_encoders(spec, options.hidden_size, of_images, LinearVector)
+        encoders = []
+        sizes = {}  # images by their size
+        for key, space in spec.observations.items():
+            if image_layout(space):
+                image = Image(key, space)
+                sizes.setdefault(image.size, []).append(image)
+            else:
+                encoders.append(LinearVector(key, space))
+        for images in sizes.values():
+            encoders.append(ResNet(Stack(images), options.hidden_size, **self.backbone))
+        return nn.ModuleList(encoders)
 
     def encode(self, obs, prev_action_BA, first_B):
         with torch.autocast(first_B.device.type, torch.bfloat16, enabled=self.bf16):

@@ -33,7 +33,7 @@ class Transfer(ver_ppo.Run):
 
 def image_encoders(policy):
     """Those encoders of a policy that read images."""
-    return [encoder for encoder in policy.encoders if hasattr(encoder, "images")]
+    return [encoder for encoder in policy.encoders if hasattr(encoder, "image")]
 
 
 def start_from(policy, path, reset):

@@ -97,7 +97,7 @@ class ObservationEncoder(nn.Module):
 
     def __init__(self, space):
         super().__init__()
-        self.depth = ver_ppo.SmallCNN(ver_ppo.Images({"depth": space["depth"]}), HIDDEN)
+        self.depth = ver_ppo.SmallCNN(ver_ppo.Image("depth", space["depth"]), HIDDEN)
         self.goal = ver_ppo.Vector("goal", space["goal"], HIDDEN // 2)
         self.out_features = HIDDEN + HIDDEN // 2
 
