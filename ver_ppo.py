@@ -1254,6 +1254,7 @@ def describe_env(options):
         with contextlib.closing(trial):
             env = make_env(options)
             trial.env = env
+            env.reset(seed=options.seed)  # Habitat's metrics are known only then
             metrics = (env.metadata or {}).get("metrics", ())  # None: adapters of old gym
             check_wrappers(env)
             spec = EnvSpec(env.observation_space, env.action_space, metrics)

@@ -75,13 +75,13 @@ def require_habitat(config, lines):
 
         splits = [f"habitat.dataset.split={split}" for split in ("train", "val")]
         data = [load_config(config, [split, *lines]).habitat.dataset for split in splits]
+        paths = [part.data_path.format(split=part.split) for part in data]
     except ImportError as error:
         raise ImportError(f"{error.name} cannot be imported ({error}): {INSTALL}") from None
     except Exception as error:  # a file or a key is missing, the syntax is wrong: many types
         reason = " ".join(str(error).split())[:200]
         where = f"look at {config} and the keys with a dot in --env-kwargs"
         raise ValueError(f"its configuration cannot be loaded ({reason}): {where}") from None
-    paths = [part.data_path.format(split=part.split) for part in data]
     way_out = DOWNLOAD if TEST_SCENES in paths[0] else TABLE
     for path in (*paths, data[0].scenes_dir):
         if not os.path.exists(path):
@@ -130,16 +130,16 @@ def to_gymnasium_space(space):
 
 
 def scalars(measures, prefix=""):
-    """The numbers in nested measures, flat.
+    """The numbers in nested measures, flat, without rewards, which are of the last step alone.
 
-    >>> scalars({"collisions": {"count": 3}, "map": "not a number"})
+    >>> scalars({"collisions": {"count": 3}, "map": "not a number", "spl_reward": 0.1})
     {'collisions/count': 3.0}
     """
     found = {}
     for key, value in measures.items():
         if isinstance(value, dict):
             found |= scalars(value, f"{prefix}{key}/")
-        elif isinstance(value, (int, float, np.number)):
+        elif isinstance(value, (int, float, np.number)) and not key.endswith("_reward"):
             found[f"{prefix}{key}"] = float(value)
     return found
 
@@ -187,9 +187,7 @@ class HabitatEnv(gym.Env):
 
     @property
     def metadata(self):
-        """The metrics' names: known once there is an episode."""
-        if not scalars(self.habitat_env.get_metrics()):
-            self.gym_env.reset()
+        """The metrics' names: known after the first reset."""
         metrics = tuple(scalars(self.habitat_env.get_metrics()))
         return {"render_modes": ["rgb_array"], "metrics": metrics}
 
@@ -245,9 +243,9 @@ def main(argv=None):
         print(f"MISSING: {error}")
         return 1
     try:
-        began = time.perf_counter()
         env = HabitatEnv(config, **arguments)
         env.reset(seed=0)
+        began = time.perf_counter()
         for _ in range(100):
             *_, terminated, truncated, _ = env.step(env.action_space.sample())
             if terminated or truncated:
