@@ -3,10 +3,10 @@
 Simulators are slow and uneven, and a trainer that steps N of them in lock-step always waits for the
 slowest. VER does not: whichever environments have answered form the next inference batch, and a
 rollout ends when S = T x N steps (--num-steps times --num-envs) are complete, no matter which
-environments contributed how many. A step that is in flight at that moment counts for the next
-rollout. The uneven experience is cut into mini-batches of equal size for a recurrent network, fast
-environments are weighted down, and at most N of the steps that PPO learns from come from an older
-policy.
+environments contributed how many. A step that is in flight at that moment counts for the rollout in
+which it is completed. The uneven experience is cut into mini-batches of equal size for a recurrent
+network, fast environments are weighted down, and at most N of the steps that PPO learns from come
+from an older policy.
 
     python ver_ppo.py --env-id pointnav            trains, shows its progress, evaluates
     python ver_ppo.py --help                       explains every option
@@ -34,8 +34,8 @@ A *segment* is what one environment gave to a rollout, in time order. Cut where 
 segments become *sequences*.
 
 Shapes, at least the first dimensions, stand in the names: N environments, S steps of a rollout,
-Q sequences, M steps of a mini-batch, B any batch (env_B: the numbers of B environments), H hidden
-units, L layers, F features, A dimensions of an action. action_BA is B x A, log_prob_B B numbers.
+Q sequences, M steps of a mini-batch, B any batch (env_B: which B environments), H hidden units,
+L layers, F features, A dimensions of an action. action_BA is B x A, log_prob_B B numbers.
 
 The file down to "End of the lesson" is VER: options, the training loop, then its parts in the order
 in which a step needs them. Each section after that adds something that a real run needs, can be
@@ -128,7 +128,7 @@ class Options:
     extensions: tuple[str, ...] = ()
 
     device: str = "auto"  # `cpu`, `cuda`, `cuda:1`, ...; auto: CUDA where there is a GPU
-    # CPU threads while learning; auto: one a core, at most 4, but one where others need the cores
+    # CPU threads while learning; auto: one per core, at most 4; one if others need the cores
     learner_threads: int | Literal["auto"] = "auto"
     # learn the entropy coefficient so that the entropy stays above this (VER: 0, for Gaussians)
     target_entropy: float | None = None
@@ -141,7 +141,7 @@ class Options:
     exp_name: str = "ver"  # in the folder's name: {runs-dir}/{env-id}__{exp-name}__{seed}__{time}
     checkpoint_interval: int = 200_000  # steps between checkpoints (the last is always written)
     resume: str | None = None  # run folder to continue, with its options, except those given here
-    env_timeout: float = 300.0  # seconds a step may take; then its worker is started again
+    env_timeout: float = 300.0  # seconds a step may take; then its worker is restarted
     max_worker_restarts: int = 10  # per hour, after environments that raised, hung or died
     debug: bool = False  # check every invariant of every rollout
 
@@ -170,15 +170,16 @@ def train(options, run_class=None):
 
         training       around it all: yields `rollouts()`; saves at the end, whatever ended it
         rollouts       the iterator inline_rollouts(self), which collects one whenever it is asked
-        collect        next(source); leaves the loop after a signal: so no rollout is empty
+        collect        next(source); raises after a signal, which may leave a rollout empty
         learning       around an update: measures its time; yields the dictionary that is logged
-        schedule       sets the learning rate, and returns which share of the first one it is
-        add_returns    calls the function add_returns; returns the rollout that is learned from
-        average        nothing: one process has no one to average with
-        log            counts the rollout's steps, keeps numbers, now and then a checkpoint
+        schedule       sets the learning rate, and returns it as a share of the initial one
+        add_returns    calls the function add_returns
+        average        nothing: a single process has nothing to average with
+        log            counts the rollout's steps, keeps numbers, writes checkpoints
         make_optimizer, save, evaluate
 
-    `update_statistics` is for encoders that normalize what they read.
+    `learned` is the rollout itself; of many GPUs, it may be filled up with earlier steps.
+    `update_statistics` is for encoders that normalize what they read; `decay` weighs what is new.
     """
     extended_class = extend(run_class or Run, options)  # --extensions are mixed in
     with contextlib.closing(extended_class(options)) as run:
@@ -240,7 +241,7 @@ class LSTM(nn.LSTM):
         hidden = []
         cells = []
         out_BH = x_BF
-        for layer, weights in enumerate(self.all_weights):  # nn.LSTM does this in twice the time
+        for layer, weights in enumerate(self.all_weights):  # nn.LSTM would take twice as long
             memory = state_B[:, layer], state_B[:, self.num_layers + layer]
             out_BH, cell_BH = torch.lstm_cell(out_BH, memory, *weights)
             hidden.append(out_BH)
@@ -258,7 +259,7 @@ class LSTM(nn.LSTM):
 
 
 class FeedForward(nn.Linear):
-    """In the place of the LSTM, without memory: its state is empty, so nothing else has to know."""
+    """In place of the LSTM, without memory: its state is empty, so nothing else has to know."""
 
     state_rows = 0
 
@@ -273,7 +274,7 @@ class FeedForward(nn.Linear):
 
 class Critic(nn.Linear):
     """The value head: B x H -> B values. Its linear layer finds them in units of `scale`, which is
-    how large returns are (`learning_units` keeps it). When it changes, all values change with it.
+    how large returns are (`learning_units` keeps it). When the scale changes, so do all values.
     """
 
     def __init__(self, hidden_size):
@@ -292,11 +293,13 @@ class Policy(nn.Module):
 
     Another policy needs what the trainer uses: `step`, `sequences`, `auxiliary_loss`,
     `state_shape`, `log_ent_coef`, and `critic`, a `Critic`, which gives its values. To change one
-    part, override `make_encoders`, `make_core`, `heads` or `auxiliary_loss`. `spec` (`EnvSpec`)
-    says what an environment gives and takes: `observations`, its parts by name; `choices`, the
-    numbers of choices of each action dimension, none if actions are continuous; `obs_fields`,
-    (name, type, shape) of each part; `action_dims`, which is A; and `episode_columns`: return,
-    length and metrics of an episode.
+    part, override `make_encoders`, `make_core`, `heads` or `auxiliary_loss`.
+
+    `spec` (`EnvSpec`) says what an environment gives and takes: `observations`, the space of each
+    part by its name, `obs_fields`, (name, type, shape) of each, and `leaves`, which finds them in
+    an observation; `action`, the space of actions, `action_dims`, which is A, `action_dtype`, and
+    `choices`, the number of choices in each dimension, empty if actions are continuous; and
+    `episode_columns`: return, length and `metrics` of an episode.
     """
 
     def __init__(self, spec, options):
@@ -325,18 +328,19 @@ class Policy(nn.Module):
         self.log_ent_coef = nn.Parameter(log_ent_coef, requires_grad=learned)
 
     def make_encoders(self, spec, options):
-        """What observations become features by: an nn.ModuleList; each module takes all
+        """The modules that turn observations into features (an nn.ModuleList): each takes all
         observations, reads some of them, and has `out_features`. Raises UserError."""
         return build_encoders(spec, options.hidden_size)
 
     def make_core(self, in_features, options):
-        """What remembers: a module with the three members of `LSTM`."""
+        """The memory: a module with the three members of `LSTM`."""
         if options.lstm_layers:
             return LSTM(in_features, options.hidden_size, options.lstm_layers)
         return FeedForward(in_features, options.hidden_size)
 
     def embed(self, action_BA, unknown_B):
-        """Actions -> B x ACTION_FEATURES; where they are unknown, those of no action or zeros."""
+        """Actions -> B x ACTION_FEATURES; where they are unknown, those of a choice of its own (0),
+        or of an action of zeros."""
         if self.choices:
             token_BA = torch.where(unknown_B[:, None], 0, action_BA + 1)
             columns = zip(self.action_embedding, token_BA.unbind(1))
@@ -382,8 +386,7 @@ class Policy(nn.Module):
         return *self.heads(core_MH), (features_MF, core_MH)
 
     def auxiliary_loss(self, features_MF, core_MH, batch):
-        """What else the network learns from a mini-batch (`make_batch`), added to PPO's loss: here
-        nothing."""
+        """An additional loss on a mini-batch (`make_batch`), added to PPO's: here none."""
         return core_MH.new_zeros(())
 
 
@@ -393,8 +396,8 @@ class Policy(nn.Module):
 class Shared:
     """A table in memory that processes share: a numpy array of records, one for each row.
 
-    Its columns are attributes: `io.reward` is the field `reward` of all rows. Pickling hands on
-    the memory itself, but would copy numpy arrays: so each process makes its own views.
+    Its columns are attributes: `io.reward` is the field `reward` of all rows. Pickling shares the
+    memory, but would copy the numpy views, so each process makes its own.
     """
 
     def __init__(self, count, columns):
@@ -450,7 +453,8 @@ class Rollout(Shared):
     environment. Observations and recurrent states are tensors on `device`, all else is columns
     (shared, because extensions may collect in another process).
 
-    It has room for `capacity` steps; its first `rows` are complete.
+    It has room for `capacity` steps; its first `rows` are complete. (Of pending ones, `rows`,
+    `bootstrap` and `clock` are not used.)
     """
 
     def __init__(self, spec, capacity, num_envs, state_shape, device):
@@ -468,7 +472,7 @@ class Rollout(Shared):
         action = spec.action_dtype, (spec.action_dims,)
         columns = [
             ("env", int),
-            ("segment", int),  # which steps belong together: `env` here, otherwise in extensions
+            ("segment", int),  # which steps belong together: as `env`, unless an extension differs
             ("version", int),  # of the policy that chose the action
             ("first", bool),  # first step of an episode: the memory was reset before it
             ("prev_action", *action),
@@ -496,7 +500,7 @@ class Rollout(Shared):
     def copy(self, row_B, other, other_B):
         """Copy the rows `other_B` of another table of steps to the rows `row_B`."""
         self.table[row_B] = other.table[other_B]
-        # `upload`, below: numpy arrays -> tensors on a device
+        # `upload`, in Speed: numpy arrays -> tensors on a device
         (to_B,) = upload([row_B], self.device)
         (from_B,) = upload([other_B], other.device)
         mine = [*self.obs.values(), self.state]
@@ -507,7 +511,7 @@ class Rollout(Shared):
 
 # ---------------------------------------------------------------------------- Environment workers
 
-HAND_OVER_SEC = 0.002  # answers that took less are handed over in one write
+HAND_OVER_SEC = 0.002  # answers that together took less are sent in one write
 
 
 def send_numbers(pipe, numbers):
@@ -560,9 +564,9 @@ class Environment:
     def step(self):
         """Take the action that the row holds, write the answer there, reset if the episode ended.
 
-        The final observation of a truncated episode is written apart, because the reset overwrites
-        the row: its value is what the return goes on with. Every episode is reset here, so an
-        autoreset wrapper changes nothing.
+        The final observation of an episode is written apart, because the reset overwrites the row:
+        if it was truncated, the return goes on with the value of that observation. Every episode is
+        reset here, so an autoreset wrapper changes nothing.
         """
         io = self.io
         e = self.number
@@ -588,10 +592,10 @@ class Environment:
         """What the last info of an episode says of the environment's metrics."""
         return [float(info[name]) for name in self.spec.metrics]
 
-    def write(self, rows, leaves):
+    def write(self, column, leaves):
         """Copy a flat observation into this environment's row of `obs` or `final_obs`."""
         for key, leaf in leaves.items():
-            rows[key][self.number] = leaf
+            column[key][self.number] = leaf
 
     def close(self):
         """Close the environment, if there is one."""
@@ -614,13 +618,13 @@ def env_worker(inbox, outbox, environments):
             for e in asked:
                 environments[e].answer()
                 answered.append(e)
-                # with half of its environments, inference has something to do meanwhile
+                # hand over half of them, so that inference has work while this worker goes on
                 half_done = 2 * len(answered) >= len(environments)
                 if half_done and time.perf_counter() - since > HAND_OVER_SEC:
                     send_numbers(outbox, answered)
                     answered = []
                     since = time.perf_counter()
-        finally:  # if one raises, those before it have answered (none: nothing is written)
+        finally:  # if one raises, those before it have answered (if none, nothing is written)
             send_numbers(outbox, answered)
     for environment in reversed(environments.values()):  # the first one's OpenGL context last
         environment.close()
@@ -680,8 +684,9 @@ class Workers:
 class Collector:
     """Collects rollouts with a policy, and remembers what passes from one to the next.
 
-    `enough`: a function of a rollout's complete rows that says whether it ends early: when the run
-    must end (a signal), and with many GPUs, when waiting for this process costs too much.
+    `enough`: a function of the number of complete steps that says whether a rollout ends early:
+    when the run must end (a signal), and with many GPUs, when waiting for this process costs too
+    much.
     """
 
     def __init__(self, policy, workers, io, spec, options, enough=lambda rows: False):
@@ -697,7 +702,7 @@ class Collector:
         self.pending.env[:] = range(num_envs)
         self.pending.segment[:] = range(num_envs)
         self.in_flight_N = np.zeros(num_envs, bool)
-        self.answered = []  # environments that have answered and were not taken, in this order
+        self.answered = []  # environments that have answered, not yet taken, in order of arrival
         self.idle = np.arange(0)  # environments that were taken and got no action yet
         # recurrent state after each environment's latest action, its step complete or not
         self.state_N = torch.zeros(num_envs, *policy.state_shape, device=self.device)
@@ -730,7 +735,8 @@ class Collector:
         full = self.is_full(rollout)  # `enough` may hold at once
         while not full:
             env_B = self.await_answers(rollout.capacity - rollout.rows, rollout.rows)
-            acted_B = env_B[self.in_flight_N[env_B]]  # others have just been made: no step yet
+            # the others answered with their first observation: no step to complete
+            acted_B = env_B[self.in_flight_N[env_B]]
             row_B = rollout.rows + np.arange(len(acted_B))
             self.complete_steps(rollout, acted_B, row_B)
             rollout.rows += len(acted_B)
@@ -753,12 +759,12 @@ class Collector:
         """Dynamic batching (VER section 2.1): take all environments that have answered, at least
         one, in order of arrival; but `room` of them at most, the others stay in flight. `sync`
         waits for every environment. None are taken if a rollout of this many rows is `enough`
-        before one answers."""
+        before that."""
         needed = self.options.num_envs if self.options.sampler == "sync" else 1
         began_at = time.perf_counter()
         self.answered += self.workers.receive(0)
         while len(self.answered) < needed and not self.enough(rows):
-            self.answered += self.workers.receive(0.05)  # then it asks again whether it is enough
+            self.answered += self.workers.receive(0.05)  # short, so that `enough` is asked again
         self.waited_sec += time.perf_counter() - began_at
         if len(self.answered) < needed:
             return np.zeros(0, int)
@@ -797,7 +803,7 @@ class Collector:
         distribution, value_B, after_B = self.policy.step(*inputs)
         action_BA = distribution.mode if self.greedy else distribution.sample()
         log_prob_B = distribution.log_prob(action_BA)
-        # one download: float32 holds the numbers of 16 million choices
+        # one download; float32 is exact for choices up to 2**24
         chosen = torch.column_stack([log_prob_B, value_B, action_BA.float()]).cpu().numpy()
 
         obs, _, _, state_B = inputs
@@ -805,7 +811,7 @@ class Collector:
             pending.obs[key][index_B] = part
         pending.state[index_B] = state_B
         pending.first[env_B] = self.io.first[env_B]
-        pending.prev_action[env_B] = pending.action[env_B]  # still the action before
+        pending.prev_action[env_B] = pending.action[env_B]  # not overwritten yet
         pending.log_prob[env_B] = chosen[:, 0]
         pending.value[env_B] = chosen[:, 1]
         pending.action[env_B] = chosen[:, 2:]
@@ -851,7 +857,7 @@ def inline_rollouts(run):
     policy = run.policy
     options = run.options
     device = next(policy.parameters()).device
-    # a run that goes on needs new episodes, so new seeds: there were at most run.step before
+    # a resumed run needs new episodes, so new seeds: no environment has begun more than run.step
     io = EnvIO(run.spec, options.num_envs, first_episode=run.step)
     size = options.rollout_steps, options.num_envs
     rollout = Rollout(run.spec, *size, policy.state_shape, device)
@@ -859,9 +865,73 @@ def inline_rollouts(run):
         collector = run.collector_class(policy, workers, io, run.spec, options, run.enough)
         for version in itertools.count(run.update):  # whoever takes a rollout makes one update
             collector.version = version
-            torch.set_num_threads(1)  # the workers want the cores now; learning takes more
+            torch.set_num_threads(1)  # the workers want the cores now; `learning` sets more
             collector.collect(rollout)
             yield rollout
+
+
+# ---------------------------------------------------------------------------- Returns and weights
+
+
+def compute_advantages(segment_S, reward_S, value_S, done_S, bootstrap, gamma, gae_lambda):
+    """Generalized advantage estimation over steps in time order, for all segments at once (DD-PPO
+    section 4).
+
+    Walks backwards and keeps, for each segment, the value of the step that follows, and lambda
+    times its advantage. At first these are the segment's bootstrap value and 0, and where an
+    episode is done, 0 and 0. Returns advantages. (`gae_lambda` may be S numbers, one for each step,
+    for other estimates than GAE.)
+
+    >>> segment, reward, value = np.array([0, 0, 1]), np.ones(3), np.zeros(3)
+    >>> done, bootstrap = np.array([False, True, False]), np.array([9.0, 4.0])
+    >>> compute_advantages(segment, reward, value, done, bootstrap, gamma=0.5, gae_lambda=1.0)
+    array([1.5, 1. , 3. ], dtype=float32)
+    """
+    lambda_S = np.broadcast_to(gae_lambda, len(value_S))
+    columns = segment_S, reward_S, value_S, done_S, lambda_S
+    steps = list(zip(*(column.tolist() for column in columns)))
+    advantage_S = np.zeros(len(steps), np.float32)
+    next_value = bootstrap.tolist()
+    lambda_advantage = [0.0] * len(bootstrap)
+    for step in reversed(range(len(steps))):
+        segment, reward, value, done, step_lambda = steps[step]
+        if done:
+            next_value[segment] = 0.0
+            lambda_advantage[segment] = 0.0
+        delta = reward + gamma * next_value[segment] - value
+        advantage = delta + gamma * lambda_advantage[segment]
+        advantage_S[step] = advantage
+        next_value[segment] = value
+        lambda_advantage[segment] = step_lambda * advantage
+    return advantage_S
+
+
+def importance_weights(env_S, num_envs):
+    """Truncated importance weights for the biased sampling of environments (VER section 4, table A1
+    "Max VER IS").
+
+    An environment that gave K_e of the S steps was sampled K_e / S of the time instead of 1 / N, so
+    each of its steps weighs min(1, (S / N) / K_e). Slow environments are not weighted up, so
+    the mean weight is 1 at most.
+
+    >>> importance_weights(np.array([0, 0, 0, 0, 1, 2]), num_envs=3)
+    array([0.5, 0.5, 0.5, 0.5, 1. , 1. ], dtype=float32)
+    """
+    given_N = np.bincount(env_S, minlength=num_envs)
+    weight_N = np.minimum(1.0, len(env_S) / num_envs / np.maximum(given_N, 1))
+    return weight_N.astype(np.float32)[env_S]
+
+
+def add_returns(rollout, options):
+    """Write advantage, return and weight of every complete step into the rollout, and return it:
+    GAE, with the values that were stored when the policy acted."""
+    steps = rollout.complete
+    columns = [steps[name] for name in ("segment", "reward", "value", "done")]
+    discounts = options.gamma, options.gae_lambda
+    steps["advantage"] = compute_advantages(*columns, rollout.bootstrap, *discounts)
+    steps["returns"] = steps["value"] + steps["advantage"]
+    steps["weight"] = importance_weights(steps["env"], rollout.num_envs)
+    return rollout
 
 
 # -------------------------------------------------------------------------- Sequences and packing
@@ -883,7 +953,7 @@ def find_sequences(segment_S, first_S):
 def cut_minibatches(sequences, count):
     """Lay sequences end to end and cut them into `count` mini-batches of equal size (VER section
     2.2, figure 3B): lists of sequences. One that a cut splits goes on in the next mini-batch, as a
-    sequence that starts from its stored state. (If the size is no whole number, some are a step
+    sequence that starts from its stored state. (If the steps do not divide evenly, some are a step
     longer.)
 
     >>> cut_minibatches([np.array([1, 3]), np.array([0, 2, 4, 5])], 2)
@@ -901,8 +971,8 @@ def cut_minibatches(sequences, count):
 
 def pack(sequences):
     """The steps of these sequences as a PackedSequence (VER section 2.2, figure 3C): all first
-    steps, then all second steps of those that have one, ... Longest first. Returns them, and how
-    many sequences are still running at each time.
+    steps, then all second steps of those that have one, ... Longest first. Returns these steps, and
+    how many sequences are still running at each time step.
 
     >>> pack([np.array([7]), np.array([4, 5, 6])])
     (tensor([4, 7, 5, 6]), tensor([2, 1, 1]))
@@ -910,69 +980,6 @@ def pack(sequences):
     tensors = [torch.from_numpy(sequence) for sequence in sequences]
     packed = pack_sequence(tensors, enforce_sorted=False)
     return packed.data, packed.batch_sizes
-
-
-# ---------------------------------------------------------------------------- Returns and weights
-
-
-def compute_advantages(segment_S, reward_S, value_S, done_S, bootstrap, gamma, gae_lambda):
-    """Generalized advantage estimation over steps in time order, for all segments at once (DD-PPO
-    section 4).
-
-    Walks backwards and keeps, for each segment, the value of what follows, and what the step before
-    sees of the advantage: lambda of it. At first these are the segment's bootstrap value and 0, and
-    where an episode is done, 0 and 0. Returns advantages. (`gae_lambda` may be S numbers, one for
-    each step, for other estimates than GAE.)
-
-    >>> segment, reward, value = np.array([0, 0, 1]), np.ones(3), np.zeros(3)
-    >>> done, bootstrap = np.array([False, True, False]), np.array([9.0, 4.0])
-    >>> compute_advantages(segment, reward, value, done, bootstrap, gamma=0.5, gae_lambda=1.0)
-    array([1.5, 1. , 3. ], dtype=float32)
-    """
-    lambda_S = np.broadcast_to(gae_lambda, len(value_S))
-    columns = segment_S, reward_S, value_S, done_S, lambda_S
-    steps = list(zip(*(column.tolist() for column in columns)))
-    advantage_S = np.zeros(len(steps), np.float32)
-    next_value = bootstrap.tolist()
-    lambda_advantage = [0.0] * len(bootstrap)
-    for step in reversed(range(len(steps))):
-        segment, reward, value, done, own_lambda = steps[step]
-        if done:
-            next_value[segment] = 0.0
-            lambda_advantage[segment] = 0.0
-        delta = reward + gamma * next_value[segment] - value
-        advantage = delta + gamma * lambda_advantage[segment]
-        advantage_S[step] = advantage
-        next_value[segment] = value
-        lambda_advantage[segment] = own_lambda * advantage
-    return advantage_S
-
-
-def importance_weights(env_S, num_envs, maximum=1.0):
-    """Truncated importance weights for the biased sampling of environments (VER section 4, table A1
-    "Max VER IS").
-
-    An environment that gave K_e of the S steps was sampled K_e / S of the time instead of 1 / N, so
-    each of its steps weighs min(maximum, (S / N) / K_e). Slow environments are not weighted up, so
-    the mean weight is 1 at most.
-
-    >>> importance_weights(np.array([0, 0, 0, 0, 1, 2]), num_envs=3)
-    array([0.5, 0.5, 0.5, 0.5, 1. , 1. ], dtype=float32)
-    """
-    given_N = np.bincount(env_S, minlength=num_envs)
-    weight_N = np.minimum(maximum, len(env_S) / num_envs / np.maximum(given_N, 1))
-    return weight_N.astype(np.float32)[env_S]
-
-
-def add_returns(rollout, options):
-    """Write advantage, return and weight of every complete step into the rollout: GAE, with the
-    values that were stored when the policy acted."""
-    steps = rollout.complete
-    columns = [steps[name] for name in ("segment", "reward", "value", "done")]
-    discounts = options.gamma, options.gae_lambda
-    steps["advantage"] = compute_advantages(*columns, rollout.bootstrap, *discounts)
-    steps["returns"] = steps["value"] + steps["advantage"]
-    steps["weight"] = importance_weights(steps["env"], rollout.num_envs)
 
 
 # -------------------------------------------------------------------------------------------- PPO
@@ -988,10 +995,8 @@ def learning_units(policy, rollout, options, average):
 
     The scale of values is the running root mean square of the returns, after it has taken in this
     rollout's. So rewards of any size are learned alike, as if they were normalized (Engstrom et al.
-    2020), but what is stored and logged stays in the environment's units. (PopArt would rescale the
-    critic's layer whenever the scale moves; after the first rewards, that is mostly by a few per
-    cent.) With --norm-adv, mean and deviation are those of this rollout's advantages; without, 0
-    and the scale of values.
+    2020), but what is stored and logged stays in the environment's units. With --norm-adv, mean and
+    deviation are those of this rollout's advantages; without, 0 and the scale of values.
     """
     returns_S = rollout.complete["returns"].astype(float)
     advantage_S = rollout.complete["advantage"].astype(float)
@@ -1021,7 +1026,8 @@ def ppo_loss(distribution, value_M, batch, log_ent_coef, options):
     `batch` holds M old actions, log-probabilities, advantages, returns and weights, and `scale`,
     the unit in which values are learned. The entropy coefficient exp(log_ent_coef) is fixed, or
     with --target-entropy learned under the constraint entropy >= target (VER section 4): it grows
-    while the plain mean of the entropy is below. Returns the loss and a dictionary of what to log.
+    while the plain mean of the entropy is below that. Returns the loss and a dictionary of what to
+    log.
     """
     weight_M = batch["weight"]
     advantage_M = batch["advantage"]
@@ -1064,7 +1070,7 @@ def make_batch(rollout, sequences):
     # the first Q steps begin the Q sequences
     batch["state"] = rollout.state.index_select(0, index_M[: batch_sizes[0]])
     batch["batch_sizes"] = batch_sizes
-    batch["step"] = row_M
+    batch["row"] = row_M
     return batch
 
 
@@ -1100,8 +1106,8 @@ def ppo_update(policy, optimizer, rollout, options, average=lambda tensors: None
     """Learn from a rollout: --update-epochs passes over its steps, each in --num-minibatches
     mini-batches, made of the sequences in a new random order. Returns the means of what to log.
 
-    `average` averages tensors over all processes that learn together, in place; one alone has
-    nothing to do. Raises FloatingPointError if not one mini-batch has a finite gradient.
+    `average` averages tensors over all processes that learn together, in place; for a single one,
+    it does nothing. Raises FloatingPointError if no mini-batch has a finite gradient.
     """
     steps = rollout.complete
     sequences = find_sequences(steps["segment"], steps["first"])
@@ -1663,14 +1669,14 @@ class CheckedEnvironment(Environment):
         if not math.isfinite(reward):
             raise BadAnswer(f"reward is {reward}")
 
-    def write(self, rows, leaves):
+    def write(self, column, leaves):
         shapes = {key: np.shape(leaf) for key, leaf in leaves.items()}
         known = self.spec.obs_shapes
         if shapes != known:
             raise BadAnswer(f"observation has the shapes {shapes}, the observation space {known}")
-        super().write(rows, leaves)
+        super().write(column, leaves)
         for key, leaf in leaves.items():
-            row = rows[key][self.number]
+            row = column[key][self.number]
             space = self.spec.observations[key]
             kept = np.isfinite(row).all() if row.dtype.kind == "f" else np.array_equal(row, leaf)
             if not kept or (row.dtype.kind == "i" and row not in space):
@@ -2061,8 +2067,7 @@ class Run:
 
     def add_returns(self, rollout):
         """Find out what its steps are worth; returns what is learned from."""
-        add_returns(rollout, self.options)
-        return rollout
+        return add_returns(rollout, self.options)
 
     def average(self, tensors):
         """Average these tensors over all processes that learn together, in place: alone, nothing.

@@ -61,7 +61,7 @@ def test_controller_is_the_agent(layers):
     for _ in range(3):
         both = torch.cat([own, state], dim=1)
         distribution, _, after = policy.step(obs, action, first, both)
-        goal, _, _ = policy.planner.step([agent.encoders[1](obs)], action, first, own)
+        goal, _, _ = policy.planner.step([agent.encoders[0](obs)], action, first, own)
         expected, _, state = agent.step(obs | {"goal": goal}, action, first, state)
         assert torch.allclose(distribution.base_dist.logits, expected.base_dist.logits, atol=1e-6)
         own, controller_state = after.chunk(2, dim=1)

@@ -275,9 +275,9 @@ def test_auxiliary_loss():
     """It compares what a slow loop over the sequences compares. What begins an episode is never
     guessed."""
     policy, rollout, minibatch, batch = example_policy("foresight", "Foresight", weight=0.5)
-    core_MH = torch.randn(len(batch["step"]), 8)
+    core_MH = torch.randn(len(batch["row"]), 8)
     found = policy.auxiliary_loss(None, core_MH, batch)
-    place = {row: m for m, row in enumerate(batch["step"].tolist())}
+    place = {row: m for m, row in enumerate(batch["row"].tolist())}
     errors = []
     for sequence in minibatch:
         for row, later in zip(sequence, sequence[1:]):
@@ -333,7 +333,7 @@ def test_critic():
     same values."""
     policy, rollout, _, batch = example_policy("own_critic", "OwnCritic")
     distribution, value_M, _ = ver_ppo.run_sequences(policy, batch)
-    np.testing.assert_allclose(value_M.detach(), rollout.value[batch["step"]], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(value_M.detach(), rollout.value[batch["row"]], rtol=1e-4, atol=1e-5)
     both = {name: weight for name, weight in policy.named_parameters() if weight.requires_grad}
     values = torch.autograd.grad(
         value_M.square().sum(), both.values(), retain_graph=True, allow_unused=True

@@ -672,9 +672,9 @@ def full_disk(*args):
 
 
 def test_closed_output(tmp_path):
-    """`python ver_ppo.py ... 2>&1 | head -c 300`: what was learned until then is saved."""
+    """`python ver_ppo.py ... 2>&1 | head -c 1000`: what was learned until then is saved."""
     line = f"ver_ppo.py {CARTPOLE} 1000000 --num-workers 0 --eval-episodes 0 --runs-dir {tmp_path}"
-    command = f"{sys.executable} {line} 2>&1 | head -c 3000"
+    command = f"{sys.executable} {line} 2>&1 | head -c 1000"
     subprocess.run(command, shell=True, cwd=ROOT, timeout=60, capture_output=True)
     wait_until(lambda: list(tmp_path.glob("*/checkpoint.pt")))
     (folder,) = run_folders(tmp_path)
@@ -804,7 +804,7 @@ def test_small_soak(tmp_path):
     """A short run of what tests/benchmarks/soak.py does: deaths, hangs, Ctrl-C, --resume; each step
     is learned from once."""
     wrong, sums, _ = soak(
-        0.4, 0.2, death_sec=1.5, hang_sec=4, num_envs=4, folder=tmp_path, say=print
+        0.3, 0.15, death_sec=1.0, hang_sec=3, num_envs=4, folder=tmp_path, say=print
     )
     assert not wrong, wrong
     assert sums["started again"] >= 4 and sums["made up"] >= 3 and sums["learned"] > 300

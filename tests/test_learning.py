@@ -122,12 +122,12 @@ def test_epochs(monkeypatch):
     epochs = []
 
     def minibatch_step(policy, optimizer, batch, *rest):
-        epochs.append(batch["step"])
+        epochs.append(batch["row"])
         assert len(epochs[-1]) == 15
         advantage_S = rollout.advantage
         normal_S = (advantage_S - advantage_S.mean()) / advantage_S.std()
         np.testing.assert_allclose(
-            batch["advantage"], normal_S[batch["step"]], rtol=1e-4, atol=1e-5
+            batch["advantage"], normal_S[batch["row"]], rtol=1e-4, atol=1e-5
         )
         return {"losses/skipped": torch.zeros(())}
 
@@ -243,7 +243,7 @@ def test_bfloat16():
         distribution.log_prob(batch["action"]), batch["log_prob"], rtol=0, atol=2e-3
     )
     torch.testing.assert_close(
-        value, torch.from_numpy(rollout.value)[batch["step"]], rtol=0, atol=2e-3
+        value, torch.from_numpy(rollout.value)[batch["row"]], rtol=0, atol=2e-3
     )
 
 

@@ -96,7 +96,7 @@ def run_main(rank, args, args_1=(), stop_in=0):
         return derive(*numbers)
 
     def watching_step(policy, optimizer, batch, *more):
-        found.updates[-1]["learned"] += batch["step"].tolist()
+        found.updates[-1]["learned"] += batch["row"].tolist()
         return step(policy, optimizer, batch, *more)
 
     def noting_collect(run, source):

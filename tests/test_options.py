@@ -92,7 +92,7 @@ def run(options):
 
 
 THOROUGH = settings(
-    max_examples=30,
+    max_examples=20,
     deadline=None,
     derandomize=True,
     phases=[Phase.generate],

@@ -62,7 +62,7 @@ def test_packed_lstm_is_stepping(options):
             batch = ver_ppo.make_batch(rollout, minibatch)
             with torch.no_grad():
                 distribution, value_M, _ = ver_ppo.run_sequences(policy, batch)
-            step_M = batch["step"]
+            step_M = batch["row"]
             assert sorted(step_M) == sorted(np.concatenate(minibatch))
             np.testing.assert_allclose(value_M, rollout.value[step_M], rtol=1e-4, atol=1e-5)
             np.testing.assert_array_equal(batch["log_prob"], rollout.log_prob[step_M])

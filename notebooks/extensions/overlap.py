@@ -216,8 +216,8 @@ def reevaluate(policy, rollout, options):
         distribution, value_M, _ = ver_ppo.run_sequences(policy, batch)
         ratio_M = (distribution.log_prob(batch["action"]) - batch["log_prob"]).exp()
         found = torch.stack([value_M, ratio_M.clamp(max=1.0)]).cpu()  # one download
-        value_S[batch["step"]] = found[0]
-        keep_S[batch["step"]] = found[1]
+        value_S[batch["row"]] = found[0]
+        keep_S[batch["row"]] = found[1]
     return value_S, keep_S
 
 
