@@ -804,7 +804,7 @@ def test_small_soak(tmp_path):
     """A short run of what tests/benchmarks/soak.py does: deaths, hangs, Ctrl-C, --resume; each step
     is learned from once."""
     wrong, sums, _ = soak(
-        0.3, 0.15, death_sec=1.0, hang_sec=3, num_envs=4, folder=tmp_path, say=print
+        0.2, 0.1, death_sec=1.0, hang_sec=3, num_envs=4, folder=tmp_path, say=print
     )
     assert not wrong, wrong
     assert sums["started again"] >= 4 and sums["made up"] >= 3 and sums["learned"] > 300

@@ -630,7 +630,7 @@ def test_what_limits_a_run(tmp_path, capfd):
     workers."""
     latency = ["--wrappers", "notebooks.extensions.wrappers:Latency(mean_ms=20, spread=0)"]
     found = {}
-    for name, more in {"0": latency, "4": latency, "1": ["--update-epochs", "40"]}.items():
+    for name, more in {"0": latency, "4": latency, "1": ["--update-epochs", "10"]}.items():
         steps = 768 if name == "1" else 192
         line = f"--env-id CartPole-v1 --total-timesteps {steps} --num-workers {name}"
         run_here(tmp_path / name, line, *more)
