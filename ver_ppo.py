@@ -77,7 +77,12 @@ import torch.multiprocessing as mp
 import tyro
 from torch import nn
 from torch.distributions import Categorical, Independent, Normal
-from torch.nn.utils.rnn import PackedSequence, pack_sequence
+from torch.nn.utils.rnn import (
+    PackedSequence,
+    pack_padded_sequence,
+    pack_sequence,
+    pad_packed_sequence,
+)
 from tqdm import tqdm
 
 # ---------------------------------------------------------------------------------------- Options
@@ -253,9 +258,15 @@ class LSTM(nn.LSTM):
 
         `state_Q` is the state before each sequence's first step, longest sequence first.
         """
-        hidden_LQH, cell_LQH = state_Q.transpose(0, 1).contiguous().split(self.num_layers)
-        # what nn.LSTM computes of a PackedSequence, faster
-        return packed_lstm(self, x_MF, batch_sizes, hidden_LQH, cell_LQH)
+        memory = state_Q.transpose(0, 1).contiguous().split(self.num_layers)
+        packed = PackedSequence(x_MF, batch_sizes)
+        if x_MF.device.type != "cpu":
+            out, _ = self(packed, memory)
+            return out.data
+        # CPUs have no fast LSTM for a PackedSequence, but one for sequences of equal length
+        padded, length_Q = pad_packed_sequence(packed)
+        out, _ = self(padded, memory)
+        return pack_padded_sequence(out, length_Q).data
 
 
 class FeedForward(nn.Linear):
@@ -1322,8 +1333,9 @@ def run_delay_sec():
 
 def time_steps(trial):
     """Mean seconds of a step of this environment by random actions, resets included, and of these
-    on a CPU: of 500 steps, or as many as begin within a second, or until it fails, which training
-    would survive. Time in which other programs had the core does not count: a simulator that
+    on a CPU: of as many as begin within a second, or until it fails, which training would survive.
+    (Simulators are slow at first: they load scenes, and agents that act at random end episodes
+    soon.) Time in which other programs had the core does not count: a simulator that
     computes on a busy machine is none that waits."""
     rng = np.random.default_rng(0)
     choices = trial.spec.choices
@@ -1332,7 +1344,7 @@ def time_steps(trial):
     delay_sec = -run_delay_sec()
     began_2 = np.array([time.perf_counter(), time.process_time()])
     with contextlib.suppress(EnvironmentFailure):
-        while steps < 500 and time.perf_counter() < began_2[0] + 1.0:
+        while time.perf_counter() < began_2[0] + 1.0:
             action_A = rng.integers(choices) if choices else rng.uniform(-1, 1, dims)
             trial.io.action[0] = action_A
             trial.answer()
@@ -1970,7 +1982,7 @@ class Run:
         self.optimizer = self.make_optimizer()
         self.learning_rates = [group["lr"] for group in self.optimizer.param_groups]
         self.restore()
-        keep_freed_memory()
+        set_up_memory()
         self.saved_step = self.step
         self.first_step = self.step
         try:
@@ -2335,7 +2347,7 @@ def report_evaluation(policy, spec, options):
 
 # ------------------------------------------------------------------------------------------ Speed
 # Adds what makes learning on a CPU faster, measured, and copies to a GPU few. The lesson calls
-# `packed_lstm` and `upload`; `Run` calls `keep_freed_memory`.
+# `upload`; `Run` calls `set_up_memory`.
 
 
 def upload(arrays, device):
@@ -2355,90 +2367,12 @@ def upload(arrays, device):
     return sent
 
 
-def packed_lstm(lstm, x_MF, batch_sizes, hidden_LQH, cell_LQH):
-    """nn.LSTM over a PackedSequence: M x features -> M x H; on a CPU by `LSTMLayer`."""
-    if x_MF.device.type != "cpu":
-        packed, _ = lstm(PackedSequence(x_MF, batch_sizes), (hidden_LQH, cell_LQH))
-        return packed.data
-    for weights, hidden_QH, cell_QH in zip(lstm.all_weights, hidden_LQH, cell_LQH):
-        input_weight, hidden_weight, input_bias, hidden_bias = weights
-        gates_M4H = nn.functional.linear(x_MF, input_weight, input_bias + hidden_bias)
-        state = hidden_QH, cell_QH
-        x_MF = LSTMLayer.apply(gates_M4H, hidden_weight, *state, batch_sizes.tolist())
-    return x_MF
-
-
-class LSTMLayer(torch.autograd.Function):
-    """One layer of an LSTM over the times of a PackedSequence, from what the inputs give to its
-    gates, with its backward pass spelled out. With it, all learning takes three quarters of the
-    time on a CPU: backwards, nn.LSTM fills a buffer as large as the whole input with zeros at every
-    time, and adds up the weights' gradient time by time, which here is one product at the end.
-
-    In the names, d_ is the gradient of what follows; `slope`, how fast something rises with the
-    input of a gate.
-    """
-
-    @staticmethod
-    def forward(context, gates_M4H, weight, hidden_BH, cell_BH, batch_sizes):
-        """Returns M x H: all first steps, then all second steps, ... The longest sequences come
-        first, so those that still run are the first of those before."""
-        gates_M4H = gates_M4H.clone()
-        before = []
-        after = []
-        for gates_B4H in gates_M4H.split(batch_sizes):
-            running = len(gates_B4H)
-            hidden_BH = hidden_BH[:running]
-            cell_BH = cell_BH[:running]
-            before.append((hidden_BH, cell_BH))
-            gates_B4H.addmm_(hidden_BH, weight.T)
-            write_BH, keep_BH, new_BH, show_BH = gates_B4H.chunk(4, dim=1)
-            for gate_BH in (write_BH, keep_BH, show_BH):
-                gate_BH.sigmoid_()
-            new_BH.tanh_()
-            cell_BH = torch.addcmul(keep_BH * cell_BH, write_BH, new_BH)
-            hidden_BH = show_BH * cell_BH.tanh()
-            after.append((hidden_BH, cell_BH))
-        hidden_MH, cell_MH = (torch.cat(parts) for parts in zip(*after))
-        before_M = (torch.cat(parts) for parts in zip(*before))
-        context.batch_sizes = batch_sizes
-        context.save_for_backward(weight, gates_M4H, cell_MH, *before_M)
-        return hidden_MH
-
-    @staticmethod
-    def backward(context, d_hidden_MH):
-        """Gradients of the gates' inputs and of the weight."""
-        weight, gates_M4H, cell_MH, hidden_before_MH, cell_before_MH = context.saved_tensors
-        write_MH, keep_MH, new_MH, show_MH = gates_M4H.chunk(4, dim=1)
-        shown_MH = cell_MH.tanh()
-        slopes = [  # of the cell, of the cell, of the cell, of the hidden state
-            write_MH * (1 - write_MH) * new_MH,
-            keep_MH * (1 - keep_MH) * cell_before_MH,
-            write_MH * (1 - new_MH**2),
-            show_MH * (1 - show_MH) * shown_MH,
-        ]
-        show_slope_MH = show_MH * (1 - shown_MH**2)  # of the hidden state, as the cell rises
-        columns = d_hidden_MH, torch.cat(slopes, dim=1), show_slope_MH, keep_MH
-        times = list(zip(*(column.split(context.batch_sizes) for column in columns)))
-        d_gates = []
-        d_before_BH = d_hidden_MH[:0]  # both from the time after, of those that still run then
-        d_cell_BH = d_hidden_MH[:0]
-        for d_hidden_BH, slope_B4H, show_slope_BH, keep_BH in reversed(times):
-            running = len(d_before_BH)
-            d_hidden_BH = d_hidden_BH.clone()
-            d_hidden_BH[:running] += d_before_BH
-            d_now_BH = d_hidden_BH * show_slope_BH
-            d_now_BH[:running] += d_cell_BH
-            d_out_B4H = torch.cat([d_now_BH, d_now_BH, d_now_BH, d_hidden_BH], dim=1)
-            d_gates.append(d_out_B4H * slope_B4H)
-            d_before_BH = d_gates[-1] @ weight
-            d_cell_BH = d_now_BH * keep_BH
-        d_gates_M4H = torch.cat(d_gates[::-1])
-        return d_gates_M4H, d_gates_M4H.T @ hidden_before_MH, None, None, None
-
-
-def keep_freed_memory():
+def set_up_memory():
     """Tell glibc not to give freed memory back to the kernel: learning is a sixth faster on a CPU,
-    because activations come and go with every mini-batch, at a page fault for every 4 KiB."""
+    because activations come and go with every mini-batch, at a page fault for every 4 KiB. And tell
+    oneDNN, which computes the LSTM on a CPU, to keep the code that it makes for each size of a
+    mini-batch for the last 64 sizes (else 1,024, which are a gigabyte)."""
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
     trim_threshold = -1
     mmap_threshold = -3
     with contextlib.suppress(OSError, AttributeError):  # another C library: nothing to tell

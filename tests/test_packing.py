@@ -72,16 +72,18 @@ def test_packed_lstm_is_stepping(options):
 
 
 @pytest.mark.parametrize("layers", [1, 2])
-def test_packed_lstm_is_torchs(layers):
-    """What runs on a CPU gives the outputs and gradients of nn.LSTM on the same PackedSequence,
-    which runs on a GPU."""
+def test_padding_changes_nothing(layers):
+    """On a CPU sequences are padded inside of the LSTM: outputs and gradients are those of the
+    PackedSequence, which is what a GPU gets."""
     lengths = torch.tensor([9, 6, 6, 2, 1])
     batch_sizes = (lengths[None] > torch.arange(9)[:, None]).sum(1)
-    lstm, x = torch.nn.LSTM(7, 5, layers), torch.randn(int(lengths.sum()), 7)
-    memory, gradient, results = torch.randn(2, layers, 5, 5), torch.randn(len(x), 5), []
+    lstm, x = ver_ppo.LSTM(7, 5, layers), torch.randn(int(lengths.sum()), 7)
+    state_Q = torch.randn(5, lstm.state_rows, 5)
+    memory = state_Q.transpose(0, 1).contiguous().split(layers)
+    gradient, results = torch.randn(len(x), 5), []
     for function in (
-        lambda x: lstm(PackedSequence(x, batch_sizes), tuple(memory))[0].data,
-        lambda x: ver_ppo.packed_lstm(lstm, x, batch_sizes, *memory),
+        lambda x: lstm(PackedSequence(x, batch_sizes), memory)[0].data,
+        lambda x: lstm.sequences(x, state_Q, batch_sizes),
     ):
         inputs = x.clone().requires_grad_()
         out = function(inputs)
