@@ -5,8 +5,8 @@ slowest. VER does not: whichever environments have answered form the next infere
 rollout ends when S = T x N steps (--num-steps times --num-envs) are complete, no matter which
 environments contributed how many. A step that is in flight at that moment counts for the rollout in
 which it is completed. The uneven experience is cut into mini-batches of equal size for a recurrent
-network, fast environments are weighted down, and at most N of the steps that PPO learns from come
-from an older policy.
+network, fast environments are weighted down, and of the steps of a rollout, at most N come from an
+older policy.
 
     python ver_ppo.py --env-id pointnav            trains, shows its progress, evaluates
     python ver_ppo.py --help                       explains every option
@@ -99,8 +99,8 @@ class Options:
 
     num_envs: int = 32  # N, environments that run in parallel
     num_steps: int = 128  # T: a rollout is T x N steps, T from each environment on average
-    # processes that share the environments; 0: all are in the main process (debuggers, exact
-    # repetition); auto: as many as keep the CPU cores busy, judged by the time of a few steps
+    # processes that share the environments; 0: all are in the main process (for debuggers, and for
+    # exact repetition); auto: as many as keep the CPU cores busy, judged by timing some steps
     num_workers: int | Literal["auto"] = "auto"
     # which steps make a rollout. ver: whichever come first; nover: T of each environment (VER
     # without variable rollouts); sync: T of each, in lock-step (DD-PPO)
@@ -183,8 +183,9 @@ def train(options, run_class=None):
         log            counts the rollout's steps, keeps numbers, writes checkpoints
         make_optimizer, save, evaluate
 
-    `learned` is the rollout itself; of many GPUs, it may be filled up with earlier steps.
-    `update_statistics` is for encoders that normalize what they read; `decay` weighs what is new.
+    `learned` is the rollout itself; with many GPUs, it may be filled up with earlier steps.
+    `update_statistics` is for encoders that normalize what they read; `decay` is the weight that
+    they give to what is new.
     """
     extended_class = extend(run_class or Run, options)  # --extensions are mixed in
     with contextlib.closing(extended_class(options)) as run:
@@ -284,8 +285,9 @@ class FeedForward(nn.Linear):
 
 
 class Critic(nn.Linear):
-    """The value head: B x H -> B values. Its linear layer finds them in units of `scale`, which is
-    how large returns are (`learning_units` keeps it). When the scale changes, so do all values.
+    """The value head: B x H -> B values. Its linear layer predicts them in units of `scale`, the
+    typical size of returns, which `learning_units` keeps up to date. When the scale changes, so do
+    all values.
     """
 
     def __init__(self, hidden_size):
@@ -350,8 +352,8 @@ class Policy(nn.Module):
         return FeedForward(in_features, options.hidden_size)
 
     def embed(self, action_BA, unknown_B):
-        """Actions -> B x ACTION_FEATURES; where they are unknown, those of a choice of its own (0),
-        or of an action of zeros."""
+        """Actions -> B x ACTION_FEATURES; where they are unknown, those of an extra choice (0), or
+        of an action of zeros."""
         if self.choices:
             token_BA = torch.where(unknown_B[:, None], 0, action_BA + 1)
             columns = zip(self.action_embedding, token_BA.unbind(1))
@@ -461,8 +463,8 @@ class EnvIO(Shared):
 
 class Rollout(Shared):
     """A table of steps: S complete ones in time order (VER section 2.2), or N pending ones by
-    environment. Observations and recurrent states are tensors on `device`, all else is columns
-    (shared, because extensions may collect in another process).
+    environment. Observations and recurrent states are tensors on `device`; all else of a step is in
+    columns (shared, because extensions may collect in another process).
 
     It has room for `capacity` steps; its first `rows` are complete. (Of pending ones, `rows`,
     `bootstrap` and `clock` are not used.)
@@ -483,7 +485,7 @@ class Rollout(Shared):
         action = spec.action_dtype, (spec.action_dims,)
         columns = [
             ("env", int),
-            ("segment", int),  # which steps belong together: as `env`, unless an extension differs
+            ("segment", int),  # which steps belong together: `env`, but for extensions
             ("version", int),  # of the policy that chose the action
             ("first", bool),  # first step of an episode: the memory was reset before it
             ("prev_action", *action),
@@ -583,7 +585,7 @@ class Environment:
         e = self.number
         began_at = time.perf_counter()
         action = to_env_action(self.spec.action, io.action[e])
-        self.length += 1  # before the step: if that raises, the error names the right one
+        self.length += 1  # before the step: if that raises, the error names the right step
         observation, reward, terminated, truncated, info = self.env.step(action)
         self.total_reward += float(reward)
         io.reward[e] = reward
@@ -600,7 +602,7 @@ class Environment:
         io.step_sec[e] = time.perf_counter() - began_at
 
     def metrics(self, info):
-        """What the last info of an episode says of the environment's metrics."""
+        """The environment's metrics, from the last info of an episode."""
         return [float(info[name]) for name in self.spec.metrics]
 
     def write(self, column, leaves):
@@ -725,7 +727,7 @@ class Collector:
     @torch.inference_mode()
     def collect(self, rollout):
         """Collect a rollout until it `is_full` (VER section 2.2): exactly S steps, from whichever
-        environments deliver them; fewer only if there is `enough`.
+        environments deliver them; fewer only if `enough` says so.
 
         Each pass: take the environments that have answered, complete their steps, choose and send
         their next actions. An environment of which no more steps are wanted (the rollout is full;
@@ -763,14 +765,13 @@ class Collector:
         rollout.clock = (began_at, time.perf_counter(), self.waited_sec)
 
     def is_full(self, rollout):
-        """Whether the rollout ends here: it has S steps, or there is `enough`."""
+        """Whether the rollout ends here: it has S steps, or `enough` says so."""
         return rollout.rows == rollout.capacity or self.enough(rollout.rows)
 
     def await_answers(self, room, rows=0):
         """Dynamic batching (VER section 2.1): take all environments that have answered, at least
         one, in order of arrival; but `room` of them at most, the others stay in flight. `sync`
-        waits for every environment. None are taken if a rollout of this many rows is `enough`
-        before that."""
+        waits for every environment. Takes none if `enough(rows)` becomes true first."""
         needed = self.options.num_envs if self.options.sampler == "sync" else 1
         began_at = time.perf_counter()
         self.answered += self.workers.receive(0)
@@ -788,7 +789,8 @@ class Collector:
         arguments of `Policy.step`. With `final`, at the end of a truncated episode instead of at
         the start of the next one."""
         shown = self.io.final_obs if final else self.io.obs
-        first_B = self.io.first[env_B] & (not final)  # it is about the next episode then
+        # with `final`, io.first describes the next episode already
+        first_B = self.io.first[env_B] & (not final)
         arrays = [env_B, self.pending.action[env_B], first_B]  # the last action that was sent
         arrays += [shown[key][env_B] for key in shown.dtype.names]
         # as tensors on the policy's device; index_B: env_B there
@@ -868,7 +870,7 @@ def inline_rollouts(run):
     policy = run.policy
     options = run.options
     device = next(policy.parameters()).device
-    # a resumed run needs new episodes, so new seeds: no environment has begun more than run.step
+    # their numbers seed the episodes: a resumed run begins above those of the earlier one
     io = EnvIO(run.spec, options.num_envs, first_episode=run.step)
     size = options.rollout_steps, options.num_envs
     rollout = Rollout(run.spec, *size, policy.state_shape, device)
@@ -1022,7 +1024,7 @@ def learning_units(policy, rollout, options, average):
         return_square = min(return_square, 4 * scale**2)  # one outlier at most doubles it
     if math.isfinite(return_square):
         scale = math.sqrt(return_square)
-        policy.critic.scale.fill_(scale)
+        policy.critic.scale.fill_(scale)  # and all values change with it, see Critic
     scale = max(scale, 1e-8)  # where there was no reward yet, returns of 0 are 0 in any unit
     if not options.norm_adv:
         return scale, 0.0, scale
