@@ -1775,7 +1775,7 @@ def guarded_worker(inbox, outbox, environments):
             os.killpg(0, signal.SIGKILL)
         return
     except EnvironmentFailure as error:
-        tell(str(error))
+        tell(f"\n{error}")  # below the main process's progress bar
         if isinstance(error, BadAnswer):
             status = BAD_ANSWER_STATUS
     except BrokenPipeError:  # whoever collects has died

@@ -121,7 +121,7 @@ def recorded(monkeypatch):
     lab.get_config, lab.logger = get_config, Namespace(setLevel=lambda level: None)
     lab.make_dataset = lambda kind, config: Namespace(episodes=list(range(36)))
     maker.make_gym_from_config = RecordedTask
-    for module in (lab, maker, ModuleType("habitat_sim")):
+    for module in (lab, maker, ModuleType("habitat_sim"), ModuleType("gym")):
         monkeypatch.setitem(sys.modules, module.__name__, module)
 
 

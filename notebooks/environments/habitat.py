@@ -8,7 +8,9 @@ the path of a YAML file. Keys with a dot override what it holds. Without CONFIG,
 PointNav that habitat-lab is tested with. Importing this file registers `Habitat-v0`.
 """
 
+import contextlib
 import functools
+import io
 import math
 import os
 import sys
@@ -73,6 +75,8 @@ def require_habitat(config, lines):
     try:
         import habitat_sim  # noqa: F401
 
+        with contextlib.redirect_stderr(io.StringIO()):  # it says that it is not maintained
+            import gym  # noqa: F401
         splits = [f"habitat.dataset.split={split}" for split in ("train", "val")]
         data = [load_config(config, [split, *lines]).habitat.dataset for split in splits]
         paths = [part.data_path.format(split=part.split) for part in data]
