@@ -673,7 +673,7 @@ def full_disk(*args):
 
 def test_closed_output(tmp_path):
     """`python ver_ppo.py ... 2>&1 | head -c 1000`: what was learned until then is saved."""
-    line = f"ver_ppo.py {CARTPOLE} 1000000 --num-workers 0 --eval-episodes 0 --runs-dir {tmp_path}"
+    line = f"ver_ppo.py {CARTPOLE} 1000000 --num-steps 2 --eval-episodes 0 --runs-dir {tmp_path}"
     command = f"{sys.executable} {line} 2>&1 | head -c 1000"
     subprocess.run(command, shell=True, cwd=ROOT, timeout=60, capture_output=True)
     wait_until(lambda: list(tmp_path.glob("*/checkpoint.pt")))

@@ -49,7 +49,7 @@ def test_first_commands():
         f"{install} ver_ppo.py --env-id pointnav",
         "torchrun --nproc-per-node 2 ver_multigpu.py --env-id pointnav",
     )
-    assert COMMANDS[:3] == [*first, f"{install} -m pytest tests -n 2"]
+    assert COMMANDS[:3] == [*first, f"{install} -m pytest tests -n 3"]
 
 
 @pytest.mark.parametrize("page", PAGES)
