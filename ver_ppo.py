@@ -1149,7 +1149,7 @@ def ppo_update(policy, optimizer, rollout, options, average=lambda tensors: None
 # `derive_seed`.
 
 CHEAP_STEP_SEC = 50e-6  # faster steps are not worth the two messages to another process
-INFERENCE_SEC = 100e-6  # what one step costs the process that collects, about
+INFERENCE_SEC = 150e-6  # what one step costs the process that collects, about
 TRIAL = 2**60  # number of the episode before that of `describe_env`: no run gets that far
 MAX_WORKERS = 128
 

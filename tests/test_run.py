@@ -405,7 +405,8 @@ class Clocks:
         (20e-6, 1.0, 0),  # very cheap
         (100e-6, 1.0, 1),  # inference takes as long, on the other core
         (200e-6, 1.0, 1),
-        (400e-6, 1.0, 2),  # a core each
+        (300e-6, 1.0, 1),
+        (600e-6, 1.0, 2),  # a core each
         (0.02, 0.99, 2),
         (0.02, 0.0, 16),  # it sleeps
         (0.02, 0.01, 16),
@@ -435,7 +436,7 @@ def test_workers_are_counted_by_measuring(monkeypatch, step_sec, busy, workers):
 def test_a_busy_machine_is_no_simulator_that_waits(monkeypatch, pushed_aside):
     """A step that takes 4 times its CPU time because other programs have the core: the kernel
     counts that as run delay, and it does not count as waiting."""
-    env = Clocks(0.002, 0.25)
+    env = Clocks(0.005, 0.25)
     spec = env.measure(monkeypatch, delay=lambda: 3 * env.cpu * pushed_aside)
     assert ver_ppo.count_workers(ver_ppo.Options(), spec)[0] == (2 if pushed_aside else 8)
 
