@@ -2051,7 +2051,7 @@ class Run:
         how = " ".join([self.options.sampler, *self.options.extensions])
         weights = list(self.policy.parameters())
         size = f"{sum(weight.numel() for weight in weights):,} parameters on {weights[0].device}"
-        return f"{how}, {self.options.num_envs} environments in {workers} workers ({why}), {size}"
+        return f"{how}, {self.options.num_envs} environments, workers: {workers} ({why}), {size}"
 
     def close(self):
         """Finish the files."""

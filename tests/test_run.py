@@ -508,7 +508,7 @@ def test_first_line(tmp_path, capsys, monkeypatch):
     ]
     figures = r"a step takes 2 ms, 1.9 of a CPU; 2 cores"
     assert re.search(rf": ver, 4 environments in 2 workers \({figures}\), ", measured)
-    assert "4 environments in 3 workers (--num-workers), " in told
+    assert "4 environments, workers: 3 (--num-workers), " in told
 
 
 # what is given, and a word of the answer; numbers out of range are in test_options.py
