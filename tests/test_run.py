@@ -507,7 +507,7 @@ def test_first_line(tmp_path, capsys, monkeypatch):
         line for line in capsys.readouterr().out.splitlines() if "environments in" in line
     ]
     figures = r"a step takes 2 ms, 1.9 of a CPU; 2 cores"
-    assert re.search(rf": ver, 4 environments in 2 workers \({figures}\), ", measured)
+    assert re.search(rf": ver, 4 environments, workers: 2 \({figures}\), ", measured)
     assert "4 environments, workers: 3 (--num-workers), " in told
 
 
