@@ -261,10 +261,11 @@ class LSTM(nn.LSTM):
         """
         memory = state_Q.transpose(0, 1).contiguous().split(self.num_layers)
         packed = PackedSequence(x_MF, batch_sizes)
-        if x_MF.device.type != "cpu":
+        # CPUs have a fast LSTM for sequences of equal length; but padding short ones costs more
+        cells = len(batch_sizes) * int(batch_sizes[0])
+        if x_MF.device.type != "cpu" or cells > 5 * len(x_MF):
             out, _ = self(packed, memory)
             return out.data
-        # CPUs have no fast LSTM for a PackedSequence, but one for sequences of equal length
         padded, length_Q = pad_packed_sequence(packed)
         out, _ = self(padded, memory)
         return pack_padded_sequence(out, length_Q).data
