@@ -1776,7 +1776,7 @@ def guarded_worker(inbox, outbox, environments):
             os.killpg(0, signal.SIGKILL)
         return
     except EnvironmentFailure as error:
-        tell(f"\n{error}")  # below the main process's progress bar
+        tell(str(error))
         if isinstance(error, BadAnswer):
             status = BAD_ANSWER_STATUS
     except BrokenPipeError:  # whoever collects has died

@@ -504,7 +504,7 @@ def test_first_line(tmp_path, capsys, monkeypatch):
     run_here(tmp_path / "1", "--env-id CartPole-v1 --total-timesteps 64")
     run_here(tmp_path / "2", "--env-id CartPole-v1 --total-timesteps 64 --num-workers 3")
     measured, told = [
-        line for line in capsys.readouterr().out.splitlines() if "environments in" in line
+        line for line in capsys.readouterr().out.splitlines() if "environments, workers: " in line
     ]
     figures = r"a step takes 2 ms, 1.9 of a CPU; 2 cores"
     assert re.search(rf": ver, 4 environments, workers: 2 \({figures}\), ", measured)
