@@ -5,8 +5,8 @@ slowest. VER does not: whichever environments have answered form the next infere
 rollout ends when S = T x N steps (--num-steps times --num-envs) are complete, no matter which
 environments contributed how many. A step that is in flight at that moment counts for the rollout in
 which it is completed. The uneven experience is cut into mini-batches of equal size for a recurrent
-network, fast environments are weighted down, and of the steps of a rollout, at most N come from an
-older policy.
+network, fast environments are weighted down, and in one process, at most N steps of a rollout come
+from an older policy.
 
     python ver_ppo.py --env-id pointnav            trains, shows its progress, evaluates
     python ver_ppo.py --help                       explains every option
@@ -118,7 +118,7 @@ class Options:
     # each rollout's advantages are brought to mean 0 and deviation 1; else divided by the unit in
     # which values are learned, the root mean square of the returns
     norm_adv: bool = True
-    ent_coef: float = 1e-2  # entropy coefficient; its first value if --target-entropy is set
+    ent_coef: float = 5e-3  # entropy coefficient; its first value if --target-entropy is set
     vf_coef: float = 0.5  # weight of the value loss
     max_grad_norm: float = 0.5  # gradients are scaled down to this norm
 
@@ -526,6 +526,7 @@ class Rollout(Shared):
 # ---------------------------------------------------------------------------- Environment workers
 
 HAND_OVER_SEC = 0.002  # answers that together took less are sent in one write
+LATEST_SEC = 1.0  # after which what has been answered is sent in any case
 
 
 def send_numbers(pipe, numbers):
@@ -632,9 +633,11 @@ def env_worker(inbox, outbox, environments):
             for e in asked:
                 environments[e].answer()
                 answered.append(e)
-                # hand over half of them, so that inference has work while this worker goes on
+                # hand over half of them, so that inference has work while this worker goes on; less
+                # after a second, or it would seem to hang
                 half_done = 2 * len(answered) >= len(environments)
-                if half_done and time.perf_counter() - since > HAND_OVER_SEC:
+                patience_sec = HAND_OVER_SEC if half_done else LATEST_SEC
+                if time.perf_counter() - since > patience_sec:
                     send_numbers(outbox, answered)
                     answered = []
                     since = time.perf_counter()
@@ -843,8 +846,8 @@ class Collector:
 
         In-flight carry-over (VER section 2.2) is nothing more than this: a pending step may have
         been sent in an earlier rollout, by an older policy. It keeps the action, log-probability,
-        value and version that it was sent with, PPO's ratio accounts for its age, and it counts for
-        the rollout in which it is completed. So nothing that was simulated is lost.
+        value and version that it was sent with (PPO divides by that old probability), and it counts
+        for the rollout in which it is completed. So nothing that was simulated is lost.
 
         A truncated episode would have gone on: its last reward gets the discounted value of the
         final observation, computed with the memory of that episode (Pardo et al. 2018), which
@@ -1979,7 +1982,7 @@ class Run:
         self.recent = deque(maxlen=100)  # episode_stats of the last episodes
         self.cycles = deque(maxlen=100)  # (seconds, SHARES) of the last updates
         self.signal = None
-        self.crowded = False  # whether other programs used the cores in the last update
+        self.crowded = 0  # updates that are still to be made by one thread
         self.unsaved = None  # why the last checkpoint could not be written
         self.spec, self.policy = build(options)
         self.optimizer = self.make_optimizer()
@@ -2141,8 +2144,8 @@ class Run:
     @contextlib.contextmanager
     def learning(self):
         """Around the learning of one update: sets the number of threads, takes the time. Yields a
-        dictionary to log. On busy cores, threads that wait for each other are many times slower
-        than one alone; so there is one if this one had to wait for its core the last time."""
+        dictionary to log. On busy cores, threads that wait for each other are slower than one
+        alone; so there is one for the next 30 updates if this one had to wait for its core."""
         began_at = time.perf_counter()
         delay_sec = -run_delay_sec()
         logs = {}
@@ -2153,7 +2156,7 @@ class Run:
         yield logs
         learning_sec = time.perf_counter() - began_at
         delay_sec += run_delay_sec()
-        self.crowded = delay_sec > 0.05 * learning_sec
+        self.crowded = 30 if delay_sec > 0.05 * learning_sec else max(0, self.crowded - 1)
         logs["time/learning_sec"] = learning_sec
 
     def log(self, rollout, logs):

@@ -335,7 +335,9 @@ def choose_simulator(workerless):
     why_not = "--num-workers 0: Habitat needs worker processes" if workerless else None
     try:
         require_habitat(POINTNAV, ())
-    except (ImportError, ValueError, FileNotFoundError) as error:
+    except ImportError:
+        why_not = "no Habitat: python -m notebooks.environments.habitat says why"
+    except (ValueError, FileNotFoundError) as error:
         why_not = error
     if multiprocessing.parent_process() is None:  # not in worker processes
         say_once(f"simulator: built-in ({why_not})" if why_not else "simulator: Habitat")

@@ -26,6 +26,7 @@ from ver_ppo import EnvironmentFailure, UserError
 
 SEED_OF_COLLECTOR = 3  # first number of ver_ppo.derive_seed
 
+
 def flat_weights(policy):
     """All weights of a policy as one vector, whatever their layout in memory."""
     return torch.cat([weight.detach().flatten() for weight in policy.parameters()])
