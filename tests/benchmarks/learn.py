@@ -134,11 +134,11 @@ PUBLISHED = {
     "pendulum": Task("Pendulum-v1", 300, published="−172 ± 104 [2], PPO, 100 k"),
     "lunarlander-1m": Task("LunarLander-v3", 1000, published="242 ± 32 [2], PPO, version 2, 1 M"),
     "doorkey": Task(DOORKEY, 300, published="0.964 ± 0.006 [2], PPO, 100 k"),
-    "hopper-1m": Task("Hopper-v5", 1000, published="2,383 ± 272 [3], 1 M"),
+    "hopper-1m": Task("Hopper-v5", 1000, published="2,383 ± 272 [3], version 4, 1 M"),
     "hopper-1m-cleanrl": Task(
-        "Hopper-v5", 1000, CLEANRL, "{}, as CleanRL learns", "2,383 ± 272 [3], 1 M"
+        "Hopper-v5", 1000, CLEANRL, "{}, as CleanRL learns", "2,383 ± 272 [3], version 4, 1 M"
     ),
-    "halfcheetah-1m": Task("HalfCheetah-v5", 1000, published="1,443 ± 46 [3], 1 M"),
+    "halfcheetah-1m": Task("HalfCheetah-v5", 1000, published="1,443 ± 46 [3], version 4, 1 M"),
 }
 CURVES = "charts/episodic_return", "charts/episodic_length"
 CURVES += "metrics/success", "metrics/spl", "metrics/distance_to_goal"

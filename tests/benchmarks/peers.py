@@ -88,7 +88,7 @@ def make_env(*_, **__):
     all processes of a run know from their environment. Other trainers' arguments are ignored."""
     env = gym.make(ENV_ID, disable_env_checker=True)
     for wrapper in SIMULATORS[os.environ.get("SIMULATOR", "built-in")]:
-        env = ver_ppo.load(wrapper)(env)
+        env = ver_ppo.load(wrapper, "--wrappers")(env)
     return env
 
 

@@ -4,7 +4,9 @@
     speed.py feed-forward                 with the LSTM and without (table A2); 15 minutes
     speed.py latency --checkpoint FILE    collecting beside what 16 simulators' sleeping allows; a
                                           minute
-    speed.py parts --checkpoint FILE      where the time of a step goes; three minutes
+    speed.py parts                        where the time of a step goes on four simulators, by
+                                          default, and what share of its bound a run reaches; ten
+                                          minutes
     speed.py workers                      what --num-workers auto chooses beside other numbers; five
                                           minutes
     speed.py habitat --data FOLDER        beside habitat-baselines' own VER trainer, on one scene;
@@ -139,13 +141,13 @@ def feed_forward(args):
 # ----------------------------------------------------------------------------------- Parts, alone
 
 
-def measure_alone(arguments, batch, checkpoint=None):
-    """Seconds per step of what training consists of, each alone in this process: `env` on one core,
-    `forward` in batches of this size, `learn` on all cores and on one; and `arrange`, seconds of
-    packing one rollout's mini-batches."""
+def measure_alone(arguments, batch, workers=0):
+    """Seconds per step of what training consists of, each alone in this process: `env` on one core
+    (of simulators that sleep: in worker processes), `forward` in batches of this size, `learn` on
+    all cores and on one; and `arrange`, seconds of packing one rollout's mini-batches."""
     for index in range(pointnav.NUM_PLANS["train"]):
         pointnav.floor_plan("train", index)  # made once in a whole training: no part of a step
-    with harness.collecting(f"{arguments} --num-workers 0", checkpoint) as (run, source):
+    with harness.collecting(f"{arguments} --num-workers {workers}") as (run, source):
         next(source)
         rollout = next(source)
         learn = functools.partial(harness.learn, run, rollout)
@@ -190,32 +192,46 @@ def arrange(rollout, options):
             ver_ppo.pack(minibatch)
 
 
+SLEEPS = "notebooks.extensions.wrappers:Latency(mean_ms=20, spread=0.8)"
+KINDS_OF_PARTS = {  # wrappers of PointNav; worker processes; simulators that run at once
+    "built-in PointNav": ([], 0, CORES),
+    "0.5 ms of a CPU more": (["simulators:Busy(cpu_ms=0.5)"], 0, CORES),
+    "2 ms of a CPU more": (["simulators:Busy(cpu_ms=2)"], 0, CORES),
+    "20 ms of sleep more": ([SLEEPS], 32, 32),
+}
+
+
 def parts(args):
-    """Training as a share of the bound that its parts make."""
-    flags = f"{STILL} --env-id pointnav"
-    steps = (harness.WARM_UP + args.rollouts) * ROLLOUT_STEPS
-    in_loop = f"{flags} --num-workers {CORES} --extensions 'transfer(file={args.checkpoint})'"
-    alone = harness.apart, measure_alone, flags, NUM_ENVS // 2, args.checkpoint
-    variants = {
-        "alone": functools.partial(*alone),
-        "loop": functools.partial(measure_loop, f"{in_loop} --total-timesteps {steps}"),
-    }
-    rows = []
-    for results in harness.by_turns(variants, args.rounds):
-        alone = results["alone"]
-        loop = results["loop"]
-        bound = 1 / (alone["env_sec"] / CORES + alone["forward_sec"] + alone["learn_sec"])
-        row = {
-            "env_step_ms": 1000 * alone["env_sec"],
-            "forward_ms": 1000 * alone["forward_sec"],
-            "learn_ms": 1000 * alone["learn_sec"],
-            "arrange_ms": 1000 * alone["arrange_sec"],
-            "bound": bound,
-            "rate": loop.pop("sps"),
+    """Training by default as a share of the bound that its parts make, each measured alone:
+    1 / (simulators / how many run at once + policy + learning)."""
+    found = {}
+    for kind, (wrapper, workers, at_once) in KINDS_OF_PARTS.items():
+        flags = "--env-id simulators:PointNavSteady-v0 --device cpu --eval-episodes 0"
+        flags += f" --learning-rate 1e-6 --wrappers {shlex.join(wrapper)}"
+        options = ver_ppo.parse_options(shlex.split(flags))
+        steps = (harness.WARM_UP + args.rollouts) * options.rollout_steps
+        alone = harness.apart, measure_alone, flags, options.num_envs // 2, workers
+        variants = {
+            "alone": functools.partial(*alone),
+            "loop": functools.partial(measure_loop, f"{flags} --total-timesteps {steps}"),
         }
-        row["share"] = row["rate"] / bound
-        rows.append(row | loop)
-    harness.keep(args, "parts", found=rows)
+        found[kind] = []
+        for results in harness.by_turns(variants, args.rounds):
+            alone = results["alone"]
+            loop = results["loop"]
+            bound = 1 / (alone["env_sec"] / at_once + alone["forward_sec"] + alone["learn_sec"])
+            row = {
+                "env_step_ms": 1000 * alone["env_sec"],
+                "forward_ms": 1000 * alone["forward_sec"],
+                "learn_ms": 1000 * alone["learn_sec"],
+                "arrange_ms": 1000 * alone["arrange_sec"],
+                "bound": bound,
+                "rate": loop.pop("sps"),
+            }
+            row["share"] = row["rate"] / bound
+            print(kind, row, flush=True)
+            found[kind].append(row | loop)
+        harness.keep(args, "parts", found=found)
 
 
 def measure_loop(arguments):
@@ -378,7 +394,7 @@ if __name__ == "__main__":
     parser.add_argument("--scene", default="rooms_s", help="habitat")
     parser.add_argument("--steps", type=int, default=12_000, help="habitat: of a run")
     args = parser.parse_args()
-    for what, needed in {"parts": "checkpoint", "versions": "variant", "habitat": "data"}.items():
+    for what, needed in {"latency": "checkpoint", "versions": "variant", "habitat": "data"}.items():
         if args.what == what and not getattr(args, needed):
             parser.error(f"give --{needed}")
     BENCHMARKS[args.what](args)

@@ -250,18 +250,22 @@ PARTS = {  # words, digits
     "loop_waiting_ms": ("in the loop: waiting, ms a step", 3),
     "loop_inference_ms": ("in the loop: inference, ms a step", 3),
     "loop_learning_ms": ("in the loop: learning, ms a step", 3),
+    "batch": ("in the loop: environments in an inference batch", 1),
     "rate": ("the loop: steps/s", 0),
-    "share": ("as a share of 1 / (environment / cores + policy + learning)", 2),
+    "share": ("the same as a share of its bound", 2),
     "arrange_ms": ("arranging a rollout into packed mini-batches, all epochs: ms", 2),
 }
 
 
 def parts_table(kept):
-    """Where the time of a step goes."""
+    """Where the time of a step goes, on each simulator."""
     rows = []
     for key, (words, digits) in PARTS.items():
-        rows.append([words, spread([found[key] for found in kept["found"]], digits)])
-    return table(["of training pointnav", "median (range)"], rows)
+        cells = []
+        for rounds in kept["found"].values():
+            cells.append(spread([of_round[key] for of_round in rounds], digits))
+        rows.append([words, *cells])
+    return table(["median (range)", *kept["found"]], rows)
 
 
 def ranks_table(kept):
