@@ -3,6 +3,7 @@ that they teach."""
 
 import json
 import sys
+import traceback
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -77,17 +78,47 @@ def match(predicted, computed, tolerance=1e-6):
     assert same
 
 
+def fault(answer, right, tolerance):
+    """What is wrong with an answer; nothing if it is right. Of letters (`right` is a text), order
+    and case do not matter. A tuple is compared part by part."""
+    if isinstance(right, str):
+        letters = sorted({letter for letter in str(answer).upper() if letter.isalpha()})
+        return "" if set(letters) == set(right) else f"your letters are {''.join(letters)}"
+    if isinstance(right, tuple):
+        parts = list(answer) if np.iterable(answer) else [answer]
+        if len(parts) != len(right):
+            return f"your answer should have {len(right)} parts"
+        faults = [fault(*pair, tolerance) for pair in zip(parts, right)]
+        return "; ".join(f"part {k}: {why}" for k, why in enumerate(faults, 1) if why)
+    try:
+        answer = np.asarray(answer, float)
+    except (TypeError, ValueError, RuntimeError):
+        return f"{answer!r} is neither a number nor a table of numbers"
+    right = np.asarray(right, float)
+    if answer.size == right.size == 1:  # [8] is 8
+        answer = answer.reshape(right.shape)
+    if answer.shape != right.shape:
+        return f"the right answer has another shape than yours, {answer.shape}"
+    with np.printoptions(**ROUNDED):
+        return "" if alike(right, answer, tolerance) else f"your answer is {answer}"
+
+
 def check(answer, right, tolerance=1e-6):
-    """Whether the reader's answer to an exercise is right; `None` is not an answer yet. Raises
-    AssertionError if it is wrong."""
-    if answer is None:
+    """Print whether the reader's answer to an exercise is right, and if not, why: a wrong one must
+    not stop *Run all*. An answer may also be a function without arguments that finds it. `None`, or
+    a list of nothing else, is not an answer yet."""
+    try:
+        answer = answer() if callable(answer) else answer
+    except Exception:
+        print(f"exercise: not yet: your code raises\n{traceback.format_exc()}")
+        return
+    parts = answer if isinstance(answer, list) and answer else [answer]
+    if all(part is None for part in parts):
         print("exercise: no answer yet")
         return
-    answer = np.asarray(answer)
-    with np.printoptions(**ROUNDED):
-        wrong = f"not yet: your answer is {answer}; think again, the solution is below"
-    assert alike(np.asarray(right), answer, tolerance), wrong
-    print("exercise: right")
+    why = fault(answer, right, tolerance)
+    advice = "think again, the solution is below"
+    print(f"exercise: not yet: {why}; {advice}" if why else "exercise: right")
 
 
 def ink_on(color):

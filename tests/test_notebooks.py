@@ -5,14 +5,15 @@ import os
 import re
 import subprocess
 import sys
-import textwrap
 
 import nbformat
 import numpy as np
 import pytest
+import torch
 from nbclient import NotebookClient
 
 import ver_ppo
+from notebooks import draw
 from notebooks.environments.pointnav import PointNav
 from tests.helpers import ROOT
 
@@ -50,12 +51,34 @@ FEWER_STEPS = {  # of training in these notebooks, where their checks do not ask
 }
 
 
-def with_answers(cells):
+OTHERS = {  # more answers, by notebook and exercise, and what the check must say of each
+    ("01_straggler_effect", "4"): {"answer = [8]": "right", "answer = 'eight'": "not yet"},
+    ("02_rollout_by_hand", "2"): {
+        "bootstrap_of_all = lambda collector: rollout.bootstrap": "not yet",
+        "bootstrap_of_all = lambda collector: collector.pending.value": "not yet",
+    },
+    ("02_rollout_by_hand", "5"): {  # from what is printed
+        "answer = [-np.round(replaced, 4) * share for share in (0.884, 0.940, 1)]": "right",
+        "answer = [-replaced * 0.99**2, -replaced * 0.99, -replaced]": "not yet",
+    },
+    ("03_packing", "1"): {"looped_sequences = lambda *_: [0, 1]": "not yet"},
+    ("03_packing", "3"): {
+        "answer = [1, 0, 4, 6], [2, 3, 7, 5, 10, 8, 9, 4, 3, 2, 1, 1]": "not yet",
+        "answer = [1, 0, 4, 6, 2, 3, 7, 5, 10, 8, 9, 4, 3, 2, 1, 1]": "not yet",
+    },
+    ("03_packing", "4"): {"answer = 'ABCDFG'": "not yet", "answer = 'a, d, f'": "right"},
+    ("03_packing", "5"): {"answer = 'DFGX'": "not yet", "answer = ['g', 'F', 'd']": "right"},
+}
+
+
+def with_answers(cells, name):
     """The cells of a notebook with each exercise (the reader's cell, its check, the solution)
-    answered three times: not at all, by the usual mistake, which the check must notice, and
-    right; and right once more after the last cell, as by a reader who runs all before answering."""
+    answered several times: not at all, by the usual mistake, which the check must notice, right,
+    and as `OTHERS` has it; and right once more after the last cell, as by a reader who runs all
+    before answering. And what the checks must say, in this order."""
     cells = iter(cells)
     answered = []
+    verdicts = []
     afterwards = []
     for cell in cells:
         exercise = EXERCISE.match(cell.source)
@@ -65,12 +88,12 @@ def with_answers(cells):
         check = next(cells)
         number, right, mistake = SOLUTION.fullmatch(next(cells).source.strip()).groups()
         assert number == exercise[1]
-        noticing = "import pytest as _pytest\nwith _pytest.raises(AssertionError):\n"
-        noticing += textwrap.indent(check.source, "    ")
-        sources = [check.source, mistake, noticing, right, check.source]
-        answered += [nbformat.v4.new_code_cell(source) for source in sources]
-        afterwards += [nbformat.v4.new_code_cell(source) for source in sources[-2:]]
-    return answered + afterwards
+        sources = {"": "no answer yet", mistake: "not yet"} | OTHERS.get((name, number), {})
+        for answer, verdict in (sources | {right: "right"}).items():
+            answered += [nbformat.v4.new_code_cell(source) for source in (answer, check.source)]
+            verdicts.append(verdict)
+        afterwards += [nbformat.v4.new_code_cell(source) for source in (right, check.source)]
+    return answered + afterwards, verdicts + ["right"] * (len(afterwards) // 2)
 
 
 @EACH
@@ -85,7 +108,7 @@ def test_notebook_runs(path):
         cell.source = cell.source.replace(steps, fewer)
     exercises = [cell for cell in notebook.cells if EXERCISE.match(cell.source)]
     assert len(exercises) >= 3 or path.stem >= "06"
-    notebook.cells = with_answers(notebook.cells)
+    notebook.cells, verdicts = with_answers(notebook.cells, path.stem)
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs = []
@@ -94,8 +117,31 @@ def test_notebook_runs(path):
     check_outputs(notebook)
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     printed = "".join(output.get("text", "") for output in outputs)
-    assert printed.count("exercise: no answer yet") == len(exercises)
-    assert printed.count("exercise: right") == 2 * len(exercises)
+    assert re.findall("exercise: (no answer yet|not yet|right)", printed) == verdicts
+    assert "your code raises" not in printed, "mistakes are noticed by what they find"
+
+
+def test_check(capsys):
+    """What is right, whatever its form; what is wrong is told, and does not stop a notebook."""
+    pair = np.array([1, 2]), np.array([3.0])
+    right = [(8, 8), ([8], 8), (8, np.array([8])), ([0.5, 1], [0.5, 1 + 1e-7]), ([], [])]
+    right += [("dgf", "DFG"), (["G", "F", "D"], "DFG"), (lambda: 8, 8)]
+    right += [(([1, 2], [3]), pair), ([np.array([1, 2]), 3], pair), (torch.tensor([1, 2]), [1, 2])]
+    for answer, known in right:
+        draw.check(answer, known)
+        assert capsys.readouterr().out == "exercise: right\n", answer
+    wrong = [(9, 8), ([8, 8], 8), ([], 8), ([[1], [2, 3]], [1, 2]), ("eight", 8), ({8}, 8)]
+    wrong += [(np.nan, 8), ([1, None], [1, 2]), ("DFGA", "DFG"), ("DF", "DFG"), (3, "DFG")]
+    wrong += [([1, 2, 3], pair), (3, pair), (([1], [2, 3]), pair), (([1, 2], [4]), pair)]
+    wrong += [(lambda: 1 / 0, 8), (lambda: [][1], pair), (torch.ones(1, requires_grad=True), 8)]
+    for answer, known in wrong:
+        draw.check(answer, known)
+        assert capsys.readouterr().out.startswith("exercise: not yet: "), answer
+    for answer in (None, [None, None], lambda: None, lambda: [None]):
+        draw.check(answer, pair)
+        assert capsys.readouterr().out == "exercise: no answer yet\n"
+    draw.check(lambda: 1 / 0, 8)
+    assert "ZeroDivisionError" in capsys.readouterr().out
 
 
 def test_first_cell(tmp_path):
@@ -103,7 +149,7 @@ def test_first_cell(tmp_path):
     of notebooks, and elsewhere it fetches it."""
     cells = [nbformat.read(path, as_version=4).cells[1] for path in NOTEBOOKS]
     (source,) = {cell.source for cell in cells}
-    (tmp_path / "first_cell.py").write_text(f"{source}\nimport ver_ppo\nprint(ver_ppo.__file__)")
+    (tmp_path / "first_cell.py").write_text(f'{source}\nprint(find_spec("ver_ppo").origin)')
     command = [sys.executable, tmp_path / "first_cell.py"]
     fetched = tmp_path / "ver-readable"
     for folder, found in ((ROOT, ROOT), (ROOT / "notebooks", ROOT), (tmp_path, fetched)):
