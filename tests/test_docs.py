@@ -34,10 +34,9 @@ from tests.helpers import ROOT
 pytestmark = pytest.mark.quick
 
 SOURCE = (ROOT / "ver_ppo.py").read_text()
+PAGES = (ROOT / "README.md").read_text() + (ROOT / "notebooks" / "MANUAL.md").read_text()
 ROWS = re.findall(
-    r"^\| (.+) \| (`.+`) \| (.+) \| \[(\w+)\]\((tests/\w+\.py)\) \|$",
-    (ROOT / "README.md").read_text(),
-    re.M,
+    r"^\| (.+) \| (`.+`) \| (.+) \| \[(\w+)\]\((?:\.\./)?(tests/\w+\.py)\) \|$", PAGES, re.M
 )
 ENVIRONMENTS = [habitat, pointnav, rearrange, tasks]
 EXTENSIONS = [chain, controller, networks, overlap, play, population, trace, transfer]
@@ -48,11 +47,12 @@ MODULES = pytest.mark.parametrize(
 )
 
 
-def test_table_of_mechanisms():
-    """It has a row for each, and no line that is none."""
+def test_tables_of_mechanisms():
+    """The README's and the manual's have a row for each, and no line that is none."""
     header = "| mechanism | function | paper | test |\n|---|---|---|---|\n"
-    begin = (ROOT / "README.md").read_text().split(header)[1]
-    assert len(ROWS) == len(begin.split("\n\n")[0].splitlines()) >= 28
+    _, *tables = PAGES.split(header)
+    lengths = [len(table.split("\n\n")[0].splitlines()) for table in tables]
+    assert len(ROWS) == sum(lengths) >= 40 and len(lengths) == 2
     assert len({mechanism for mechanism, *_ in ROWS}) == len(ROWS)
 
 
