@@ -264,7 +264,7 @@ def test_the_simulator_is_said_once(monkeypatch, capsys, where):
 
     def missing(config, lines):
         tried.append(config)
-        raise ImportError("it is not there")
+        raise ValueError("it is not there")
 
     monkeypatch.setattr(pointnav, "require_habitat", missing)
     if where == "worker":

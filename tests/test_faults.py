@@ -290,24 +290,26 @@ def test_refusals_of_the_collecting_process(monkeypatch):
     assert isinstance(error, ver_ppo.UserError) and "MiB of shared memory are needed" in str(error)
 
 
-def test_queueing_is_not_hanging(capfd):
-    """Four environments share a worker, which takes longer for all than --env-timeout, but for none
-    alone."""
+@pytest.mark.parametrize("num_envs, timeout_sec", [(4, 0.9), (16, 2.0)])
+def test_queueing_is_not_hanging(capfd, num_envs, timeout_sec):
+    """Environments share a worker, which takes longer for all than --env-timeout (of sixteen, for
+    half of them, too), but for none alone."""
     options = ver_ppo.Options(
         env_id="tests.envs:Count-v0",
-        num_envs=4,
-        num_steps=2,
+        num_envs=num_envs,
+        num_steps=1,
+        num_minibatches=1,
         num_workers=1,
         wrappers=("notebooks.extensions.wrappers:Latency(mean_ms=300, spread=0)",),
     )
     spec = ver_ppo.describe_env(options)
-    policy, io = ver_ppo.Policy(spec, options), ver_ppo.EnvIO(spec, 4)
-    rollout = ver_ppo.Rollout(spec, 8, 4, policy.state_shape, torch.device("cpu"))
+    policy, io = ver_ppo.Policy(spec, options), ver_ppo.EnvIO(spec, num_envs)
+    rollout = ver_ppo.Rollout(spec, num_envs, num_envs, policy.state_shape, torch.device("cpu"))
     with contextlib.closing(ver_ppo.make_workers(options, "train", spec, io)) as workers:
         c = ver_ppo.Collector(policy, workers, io, spec, options)
-        while len(c.answered) < 4:  # the process has to start
+        while len(c.answered) < num_envs:  # the process has to start
             c.answered += workers.receive(0.1)
-        workers.timeout_sec, workers.LOOK_SEC = 0.9, 0.02
+        workers.timeout_sec, workers.LOOK_SEC = timeout_sec, 0.02
         c.collect(rollout)
     assert "started again" not in capfd.readouterr().err and (rollout.step_sec > 0).all()
 

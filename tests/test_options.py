@@ -92,7 +92,7 @@ def run(options):
 
 
 THOROUGH = settings(
-    max_examples=20,
+    max_examples=15,
     deadline=None,
     derandomize=True,
     phases=[Phase.generate],

@@ -622,10 +622,10 @@ def test_four_processes(tmp_path):
     """Four members, from two working directories, begin at different times, two with useless
     learning rates; one is killed and comes back by the same command line. In the end all know the
     cue, and nobody has begun anew."""
-    line = "--env-id tests.envs:Cue-v0 --num-workers 0 --learner-threads 1 --num-envs 4"
-    line += " --num-steps 32 --hidden-size 16 --learning-rate {} --gae-lambda 1 --update-epochs 4"
-    line += " --num-minibatches 1 --norm-adv --eval-episodes 0 --total-timesteps 32768"
-    line += f" --population {tmp_path}/p --population-size 4 --member {{}} --evolve-interval 4096"
+    line = "--env-id tests.envs:Cue-v0 --env-kwargs delay=5 --num-workers 0 --learner-threads 1"
+    line += " --num-envs 4 --num-steps 32 --hidden-size 16 --learning-rate {} --gae-lambda 1"
+    line += " --update-epochs 4 --num-minibatches 1 --eval-episodes 0 --total-timesteps 16384"
+    line += f" --population {tmp_path}/p --population-size 4 --member {{}} --evolve-interval 2048"
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
 
     def start(number):
@@ -658,7 +658,7 @@ def test_four_processes(tmp_path):
     for number in range(4):
         (run,) = (tmp_path / "p" / str(number)).glob("tests*")
         content = saved(run)
-        assert content["step"] == 32768, (tmp_path / f"{number}.log").read_text()
+        assert content["step"] == 16384, (tmp_path / f"{number}.log").read_text()
         assert np.array(content["recent"])[:, 0].mean() > 0.9, number
     assert any(
         line["decision"] == "takes over"

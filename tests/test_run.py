@@ -662,20 +662,21 @@ def test_memory_is_flat(tmp_path, monkeypatch):
 
 
 def test_memory_task(tmp_path):
-    """A cue seen at the first step and asked for ten steps later: solved with the LSTM, and not
+    """A cue seen at the first step and asked for six steps later: solved with the LSTM, and not
     without."""
-    for layers, steps, low, high in ((1, 80_000, 0.95, 1.0), (0, 30_000, 0.35, 0.65)):
+    for layers, steps, low, high in ((1, 35_000, 0.95, 1.0), (0, 15_000, 0.35, 0.65)):
         options = ver_ppo.Options(
             env_id="tests.envs:Cue-v0",
+            env_kwargs=("delay=6",),
             total_timesteps=steps,
             num_workers=0,
             num_envs=16,
             num_steps=64,
             hidden_size=32,
-            learning_rate=2e-3,
+            learning_rate=3e-3,
             gae_lambda=1.0,
             update_epochs=4,
-            norm_adv=True,
+            num_minibatches=4,
             lstm_layers=layers,
             runs_dir=str(tmp_path),
             exp_name=f"{layers}",
@@ -690,3 +691,21 @@ def test_memory_task(tmp_path):
             policy, spec, replace(options, eval_episodes=200, greedy=True)
         )
         assert low <= means["eval/return"] <= high
+
+
+def test_threads_of_learning(monkeypatch):
+    """One for each core; one alone for 30 updates, where this thread had to wait for its core."""
+    monkeypatch.setattr(ver_ppo, "count_cores", lambda: 3)
+    options = ver_ppo.Options()
+    run = SimpleNamespace(options=options, crowded=0)
+    threads = []
+    for update in range(34):
+        delays = iter([5.0, 5.0 + (update == 1)])  # before and after learning
+        monkeypatch.setattr(ver_ppo, "run_delay_sec", lambda: next(delays))
+        with ver_ppo.Run.learning(run):
+            threads.append(torch.get_num_threads())
+    assert threads == [3, 3, *[1] * 30, 3, 3]
+    run.options = replace(options, learner_threads=2)
+    monkeypatch.setattr(ver_ppo, "run_delay_sec", lambda: 0.0)
+    with ver_ppo.Run.learning(run):
+        assert torch.get_num_threads() == 2
