@@ -41,7 +41,59 @@ SOLUTION = re.compile(
 SOLUTION_FILE = re.compile(r"Solution (\d+): \[(solutions/\w+\.py)\]\(\2\)")
 # what a student may write in place of what lies in such a file, and the check must notice:
 # mistakes by notebook and exercise
-MISTAKES = {}
+MISTAKES = {
+    ("03_packing", "2"): [
+        """  # whole sequences
+def my_cut(sequences, count):
+    borders = [len(sequences) * b // count for b in range(count + 1)]
+    return [sequences[low:high] for low, high in zip(borders, borders[1:])]""",
+        """  # forgets where sequences begin
+def my_cut(sequences, count):
+    return [[part] for part in np.array_split(np.concatenate(sequences), count)]""",
+        """  # leaves the rest of the division out
+def my_cut(sequences, count):
+    size = sum(map(len, sequences)) // count
+    where = np.repeat(range(len(sequences)), [len(sequence) for sequence in sequences])
+    line = np.concatenate(sequences)
+    parts = [slice(size * b, size * (b + 1)) for b in range(count)]
+    return [[line[part][where[part] == q] for q in np.unique(where[part])] for part in parts]""",
+        """  # an empty sequence where the cut falls between two
+def my_cut(sequences, count):
+    line = np.concatenate(sequences)
+    ends = np.cumsum([len(sequence) for sequence in sequences])
+    cuts = [len(line) * b // count for b in range(count + 1)]
+    return [
+        np.split(line[low:high], ends[(low <= ends) & (ends <= high)] - low)
+        for low, high in zip(cuts, cuts[1:])
+    ]""",
+        """  # a sequence for each step
+def my_cut(sequences, count):
+    parts = np.array_split(np.concatenate(sequences), count)
+    return [[[index] for index in part] for part in parts]""",
+    ],
+    ("03_packing", "3"): [
+        """  # sequence by sequence
+def my_pack(sequences):
+    longest_first = sorted(sequences, key=len, reverse=True)
+    return np.concatenate(longest_first), [len(sequence) for sequence in longest_first]""",
+        """  # as they come
+def my_pack(sequences):
+    longest = max(len(sequence) for sequence in sequences)
+    batches = [[each[k] for each in sequences if len(each) > k] for k in range(longest)]
+    return sum(batches, []), [len(batch) for batch in batches]""",
+        """  # by index within a step
+def my_pack(sequences):
+    longest = max(len(sequence) for sequence in sequences)
+    batches = [sorted(each[k] for each in sequences if len(each) > k) for k in range(longest)]
+    return sum(batches, []), [len(batch) for batch in batches]""",
+        """  # padded: the last step again and again
+def my_pack(sequences):
+    longest_first = sorted(sequences, key=len, reverse=True)
+    longest = len(longest_first[0])
+    batches = [[each[min(k, len(each) - 1)] for each in longest_first] for k in range(longest)]
+    return sum(batches, []), [len(batch) for batch in batches]""",
+    ],
+}
 
 
 FEWER_STEPS = {  # of training in these notebooks, where their checks do not ask for more
@@ -66,10 +118,8 @@ OTHERS = {  # more answers, by notebook and exercise, and what the check must sa
         "answer = [-replaced * 0.99**2, -replaced * 0.99, -replaced]": "not yet",
     },
     ("03_packing", "1"): {"looped_sequences = lambda *_: [0, 1]": "not yet"},
-    ("03_packing", "3"): {
-        "answer = [1, 0, 4, 6], [2, 3, 7, 5, 10, 8, 9, 4, 3, 2, 1, 1]": "not yet",
-        "answer = [1, 0, 4, 6, 2, 3, 7, 5, 10, 8, 9, 4, 3, 2, 1, 1]": "not yet",
-    },
+    ("03_packing", "2"): {"my_cut = ver_ppo.cut_minibatches": "right"},
+    ("03_packing", "3"): {"my_pack = ver_ppo.pack": "right"},
     ("03_packing", "4"): {"answer = 'ABCDFG'": "not yet", "answer = 'a, d, f'": "right"},
     ("03_packing", "5"): {"answer = 'DFGX'": "not yet", "answer = ['g', 'F', 'd']": "right"},
 }
@@ -154,6 +204,19 @@ def test_check(capsys):
         assert capsys.readouterr().out == "exercise: no answer yet\n"
     draw.check(lambda: 1 / 0, 8)
     assert "ZeroDivisionError" in capsys.readouterr().out
+
+
+def test_check_cases(capsys):
+    """The first fault of a reader's function is told; and how far a guess is off."""
+    answers = {"": "right", None: "no answer yet", "it is 9": "not yet: it is 9; think again"}
+    for fault, verdict in answers.items():
+        draw.check_cases(lambda case: fault if case else "", [(0,), (1,), (0,)])
+        assert capsys.readouterr().out.startswith(f"exercise: {verdict}")
+    draw.check_cases(lambda: 1 / 0, [()])
+    assert "not yet: your code raises" in capsys.readouterr().out
+    for guess, known, said in ((None, 2, "no guess yet"), (1, 2, "ratio 0.50"), (1, 0, "off by 1")):
+        draw.compare_guess(guess, known, "seconds")
+        assert said in capsys.readouterr().out
 
 
 def test_first_cell(tmp_path):
