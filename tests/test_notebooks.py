@@ -93,6 +93,58 @@ def my_pack(sequences):
     batches = [[each[min(k, len(each) - 1)] for each in longest_first] for k in range(longest)]
     return sum(batches, []), [len(batch) for batch in batches]""",
     ],
+    ("04_returns_and_ppo", "1"): [
+        """  # all rollouts end with 0
+def my_advantages(segment_S, reward_S, value_S, done_S, bootstrap, gamma, gae_lambda):
+    columns = segment_S, reward_S, value_S, done_S, np.zeros(len(bootstrap))
+    return ver_ppo.compute_advantages(*columns, gamma, gae_lambda)""",
+        """  # the next step of the rollout
+def my_advantages(segment_S, reward_S, value_S, done_S, bootstrap, gamma, gae_lambda):
+    columns = np.zeros(len(segment_S), int), reward_S, value_S, done_S, bootstrap[segment_S[-1:]]
+    return ver_ppo.compute_advantages(*columns, gamma, gae_lambda)""",
+        """  # at an end, the advantage behind it still counts
+def my_advantages(segment_S, reward_S, value_S, done_S, bootstrap, gamma, gae_lambda):
+    advantage_S = np.zeros(len(segment_S))
+    next_value = list(bootstrap)
+    next_advantage = [0.0] * len(bootstrap)
+    for step in reversed(range(len(segment_S))):
+        segment = segment_S[step]
+        follows = 0.0 if done_S[step] else next_value[segment]
+        difference = reward_S[step] + gamma * follows - value_S[step]
+        advantage_S[step] = difference + gamma * gae_lambda * next_advantage[segment]
+        next_value[segment] = value_S[step]
+        next_advantage[segment] = advantage_S[step]
+    return advantage_S""",
+        """  # ends do not matter
+def my_advantages(segment_S, reward_S, value_S, done_S, *more):
+    return ver_ppo.compute_advantages(segment_S, reward_S, value_S, 0 * done_S, *more)""",
+        """  # without lambda
+def my_advantages(*columns):
+    return ver_ppo.compute_advantages(*columns[:-1], 1.0)""",
+    ],
+    ("05_optimal_preemption", "2"): [
+        """  # as soon as one is done, which S / Time(S) says
+def my_preemption(step_sec_2, most, learning_sec):
+    return most * min(step_sec_2)""",
+        """  # when all are done
+def my_preemption(step_sec_2, most, learning_sec):
+    return most * max(step_sec_2)""",
+        """  # if the rest takes less time than learning
+def my_preemption(step_sec_2, most, learning_sec):
+    first, last = most * np.sort(step_sec_2)
+    return last if last - first < learning_sec else first""",
+        """  # forgets what the slower one has by then
+def my_preemption(step_sec_2, most, learning_sec):
+    first, last = most * np.sort(step_sec_2)
+    waiting = 2 * most / (last + learning_sec)
+    return first if most / (first + learning_sec) > waiting else last""",
+        """  # rank 0 is taken for the faster one
+def my_preemption(step_sec_2, most, learning_sec):
+    _, end_sec = ver_multigpu.optimal_preemption(
+        np.sort(step_sec_2)[:, None], most, True, learning_sec
+    )
+    return min(end_sec, most * step_sec_2[0])""",
+    ],
 }
 
 
@@ -122,6 +174,7 @@ OTHERS = {  # more answers, by notebook and exercise, and what the check must sa
     ("03_packing", "3"): {"my_pack = ver_ppo.pack": "right"},
     ("03_packing", "4"): {"answer = 'ABCDFG'": "not yet", "answer = 'a, d, f'": "right"},
     ("03_packing", "5"): {"answer = 'DFGX'": "not yet", "answer = ['g', 'F', 'd']": "right"},
+    ("04_returns_and_ppo", "1"): {"my_advantages = ver_ppo.compute_advantages": "right"},
 }
 
 
