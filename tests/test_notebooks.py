@@ -175,9 +175,9 @@ OTHERS = {  # more answers, by notebook and exercise, and what the check must sa
     ("03_packing", "4"): {"answer = 'ABCDFG'": "not yet", "answer = 'a, d, f'": "right"},
     ("03_packing", "5"): {"answer = 'DFGX'": "not yet", "answer = ['g', 'F', 'd']": "right"},
     ("04_returns_and_ppo", "1"): {"my_advantages = ver_ppo.compute_advantages": "right"},
-    ("10_older_data", "1"): {  # all truncated too late, or not at all
-        "shares_of_differences = lambda ratio_K: (gamma * lam) ** np.arange(4)": "not yet",
-        "shares_of_differences = lambda r: np.append(1, np.cumprod(gamma * lam * r[1:]))": "not yet",
+    ("10_older_data", "1"): {  # no ratios; not truncated
+        "shares_of_differences = lambda r_K: (gamma * lam) ** np.arange(4)": "not yet",
+        "shares_of_differences = lambda r_K: np.cumprod([1, *gamma * lam * r_K[1:]])": "not yet",
     },
     ("10_older_data", "2"): {
         "answer = [8, 4, 2, 2], [12, 4, 0, 0]": "not yet",
