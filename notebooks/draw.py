@@ -121,6 +121,33 @@ def check(answer, right, tolerance=1e-6):
     print(f"exercise: not yet: {why}; {advice}" if why else "exercise: right")
 
 
+def check_cases(fault_of, cases):
+    """As `check`, of a function that the reader wrote. `fault_of(*case)` calls it and says what is
+    wrong with what it finds: nothing if that is right, `None` if there is no answer yet."""
+    for case in cases:
+        try:
+            why = fault_of(*case)
+        except Exception:
+            print(f"exercise: not yet: your code raises\n{traceback.format_exc()}")
+            return
+        if why is None:
+            print("exercise: no answer yet")
+            return
+        if why:
+            print(f"exercise: not yet: {why}; think again, the solution is below")
+            return
+    print("exercise: right")
+
+
+def compare_guess(guess, value, unit):
+    """Print how far a reader's guess is from what was computed, in this unit."""
+    if guess is None:
+        print("no guess yet")
+        return
+    off = f"ratio {guess / value:.2f}" if value else f"off by {guess:.3g}"
+    print(f"your guess {guess:.3g}, it is {value:.3g} {unit}: {off}")
+
+
 def ink_on(color):
     """The colour of a text that is to be read on this one."""
     return "white" if color in (BLUE, GREEN, RED, DARK) else "black"
