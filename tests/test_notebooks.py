@@ -1,15 +1,19 @@
 """The notebooks run from top to bottom, and what they predict is computed; what is committed was
 run, and is small. And the tasks in their folder."""
 
+import inspect
+import itertools
 import os
 import re
 import subprocess
 import sys
 
+import matplotlib.pyplot as plt
 import nbformat
 import numpy as np
 import pytest
 import torch
+from matplotlib.colors import to_rgb
 from nbclient import NotebookClient
 
 import ver_ppo
@@ -154,6 +158,43 @@ def test_check(capsys):
         assert capsys.readouterr().out == "exercise: no answer yet\n"
     draw.check(lambda: 1 / 0, 8)
     assert "ZeroDivisionError" in capsys.readouterr().out
+
+
+def looks(handle):
+    """How an entry of a legend looks without colour, and its grey, of 255."""
+    if hasattr(handle, "get_hatch"):
+        kind, color = handle.get_hatch(), handle.get_facecolor()
+    else:
+        kind, color = (handle.get_marker(), handle._unscaled_dash_pattern), handle.get_color()
+    return str(kind), 255 * np.dot(to_rgb(color), (0.299, 0.587, 0.114))
+
+
+def test_legends_in_grey():
+    """Any two entries of a legend differ by line, marker or hatch, or else their greys do."""
+    learned = {task: draw.load_result(task) for task in ("pointnav", "pointnav-blind")}
+    transfer = draw.load_result("transfer")["runs"]
+    decisions = draw.load_result("evolution-CartPole-v1")["trials"][0]["decisions"]
+    seconds_NK = draw.step_times(2, 0.4, 0.6)
+    figures = {
+        "compare_samplers": draw.compare_samplers(seconds_NK, 4, 2, 0.05, 1.0),
+        "scaling_curves": draw.scaling_curves(draw.load_result("scaling")["found"]),
+        "learning_curves": draw.learning_curves(learned),
+        "efficiency_curves": draw.efficiency_curves(draw.load_result("efficiency")["found"]),
+        "transfer_curves": draw.transfer_curves(transfer, dict.fromkeys(transfer, "return")),
+        "evolution": draw.evolution(decisions),
+        "chain_view": draw.chain_and_distance(draw.load_result("rearrange")),
+    }
+    functions = inspect.getmembers(draw, inspect.isfunction)
+    own = {name for name, function in functions if ".legend(" in inspect.getsource(function)}
+    assert own == {*figures, "legend"}  # whose colours are the notebooks'
+    for name, figure in figures.items():
+        found = [*figure.legends, *(axis.get_legend() for axis in figure.axes)]
+        entries = [list(map(looks, legend.legend_handles)) for legend in found if legend]
+        assert entries, name
+        for of_legend in entries:
+            for (kind, grey), (other, its_grey) in itertools.combinations(of_legend, 2):
+                assert kind != other or abs(grey - its_grey) >= 40, name
+        plt.close(figure)
 
 
 def test_first_cell(tmp_path):
