@@ -121,6 +121,24 @@ def check(answer, right, tolerance=1e-6):
     print(f"exercise: not yet: {why}; {advice}" if why else "exercise: right")
 
 
+def compare_guess(guess, value, unit):
+    """Print how far the reader's guess is from what was computed. `None` is not a guess yet;
+    nothing that is guessed stops *Run all*."""
+    computed = f"computed: {value:.4g} {unit}"
+    if guess is None:
+        print(f"no guess yet ({computed})")
+        return
+    try:
+        guess = float(guess)
+    except (TypeError, ValueError):
+        print(f"{guess!r} is not a number ({computed})")
+        return
+    distance = f"{guess - value:+.4g}"
+    if guess > 0 and value > 0:
+        distance = f"{guess / value:.2f} times as much"
+    print(f"{computed}; your guess: {guess:.4g}, {distance}")
+
+
 def ink_on(color):
     """The colour of a text that is to be read on this one."""
     return "white" if color in (BLUE, GREEN, RED, DARK) else "black"
@@ -451,9 +469,10 @@ def member_curve(axis, member, steps, values):
     later member's line is thinner, so that of equal curves all can be seen."""
     line_style, marker = MEMBERS[member % len(MEMBERS)]
     every = 1 + len(steps) // 6
-    marks = {"marker": marker, "markersize": 4, "markevery": (member % every, every)}
+    width = max(4.5 - 1.3 * member, 1)
+    marks = {"marker": marker, "markersize": width + 3, "markevery": (member % every, every)}
     look = {"color": COLORS[member], "linestyle": line_style, "label": f"member {member}"}
-    axis.plot(steps, values, lw=max(4.5 - 1.3 * member, 1), **look, **marks)
+    axis.plot(steps, values, lw=width, **look, **marks)
 
 
 def schedules(axis, decisions, name):
