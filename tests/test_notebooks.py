@@ -45,7 +45,17 @@ SOLUTION = re.compile(
 SOLUTION_FILE = re.compile(r"Solution (\d+): \[(solutions/\w+\.py)\]\(\2\)")
 # what a student may write in place of what lies in such a file, and the check must notice:
 # mistakes by notebook and exercise
-MISTAKES = {}
+MINUTES = "import numpy as np\ndef minutes_to(steps, values, rate, threshold):\n    "
+MISTAKES = {
+    ("09_does_it_pay", "1"): [
+        # as if curves only rose; from point to point; the last time; as if they never fell; seconds
+        f"{MINUTES}return np.interp(threshold, values, steps) / rate / 60",
+        f"{MINUTES}return min(steps[values >= threshold], default=np.inf) / rate / 60",
+        f"{MINUTES}return max(steps[values <= threshold], default=0) / rate / 60",
+        f"{MINUTES}return np.interp(threshold, np.maximum.accumulate(values), steps) / rate / 60",
+        f"{MINUTES}return np.interp(threshold, values, steps, right=np.inf) / rate",
+    ]
+}
 
 
 FEWER_STEPS = {  # of training in these notebooks, where their checks do not ask for more
@@ -56,6 +66,7 @@ FEWER_STEPS = {  # of training in these notebooks, where their checks do not ask
         "Place-v0 --total-timesteps 25000 {arm}": "Place-v0 --total-timesteps 4096 {arm}",
         "pointnav --total-timesteps 30000 {camera}": "pointnav --total-timesteps 4096 {camera}",
     },
+    "09_does_it_pay": {"--total-timesteps 6144": "--total-timesteps 2048"},
 }
 
 
@@ -75,6 +86,11 @@ OTHERS = {  # more answers, by notebook and exercise, and what the check must sa
         "answer = [1, 0, 4, 6, 2, 3, 7, 5, 10, 8, 9, 4, 3, 2, 1, 1]": "not yet",
     },
     ("03_packing", "4"): {"answer = 'ABCDFG'": "not yet", "answer = 'a, d, f'": "right"},
+    ("09_does_it_pay", "2"): {
+        "answer = 16": "not yet",
+        "answer = [40]": "right",
+        "answer = 24": "not yet",
+    },
     ("03_packing", "5"): {"answer = 'DFGX'": "not yet", "answer = ['g', 'F', 'd']": "right"},
 }
 
