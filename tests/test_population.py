@@ -624,7 +624,7 @@ def test_four_processes(tmp_path):
     cue, and nobody has begun anew."""
     line = "--env-id tests.envs:Cue-v0 --env-kwargs delay=5 --num-workers 0 --learner-threads 1"
     line += " --num-envs 4 --num-steps 32 --hidden-size 16 --learning-rate {} --gae-lambda 1"
-    line += " --update-epochs 4 --num-minibatches 1 --eval-episodes 0 --total-timesteps 16384"
+    line += " --update-epochs 4 --num-minibatches 1 --eval-episodes 0 --total-timesteps 24576"
     line += f" --population {tmp_path}/p --population-size 4 --member {{}} --evolve-interval 2048"
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
 
@@ -658,7 +658,7 @@ def test_four_processes(tmp_path):
     for number in range(4):
         (run,) = (tmp_path / "p" / str(number)).glob("tests*")
         content = saved(run)
-        assert content["step"] == 16384, (tmp_path / f"{number}.log").read_text()
+        assert content["step"] == 24576, (tmp_path / f"{number}.log").read_text()
         assert np.array(content["recent"])[:, 0].mean() > 0.9, number
     assert any(
         line["decision"] == "takes over"

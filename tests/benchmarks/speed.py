@@ -2,6 +2,8 @@
 
     speed.py samplers                     every sampler (table 1 of the VER paper); an hour
     speed.py feed-forward                 with the LSTM and without (table A2); 15 minutes
+    speed.py uneven                       every sampler on the uneven simulators from which learn.py
+                                          finds out what a step is worth; ten minutes
     speed.py latency --checkpoint FILE    collecting beside what 16 simulators' sleeping allows; a
                                           minute
     speed.py parts                        where the time of a step goes on four simulators, by
@@ -47,6 +49,7 @@ import time
 from datetime import datetime
 
 import harness
+import learn
 import numpy as np
 import torch
 from harness import SAMPLERS, ver_ppo
@@ -136,6 +139,19 @@ def feed_forward(args):
     rounds = harness.by_turns(variants, args.rounds)
     found = {"workloads": {"c pointnav": {"rounds": rounds}}}
     harness.keep(args, "feed-forward", found=found)
+
+
+def uneven(args):
+    """Every sampler as it learns from uneven simulators (`learn.efficiency`)."""
+    found = {}
+    for task, (own, _, _) in learn.UNEVEN.items():
+        variants = {}
+        for mode in learn.MODES:
+            arguments = f"{learn.OF_EACH} {own} {SAMPLERS[mode]}"
+            variants[mode] = functools.partial(measure_rate, arguments, args.seconds)
+        rounds = harness.by_turns(variants, args.rounds)
+        found[task] = {mode: [results[mode]["sps"] for results in rounds] for mode in variants}
+        harness.keep(args, "uneven", found=found)
 
 
 # ----------------------------------------------------------------------------------- Parts, alone
@@ -373,6 +389,7 @@ def measure_theirs(policy, steps, task):
 BENCHMARKS = {
     "samplers": samplers,
     "feed-forward": feed_forward,
+    "uneven": uneven,
     "latency": latency,
     "parts": parts,
     "workers": workers,
@@ -388,7 +405,8 @@ if __name__ == "__main__":
     parser.add_argument("--rollouts", type=int, default=10, help=of_run)
     parser.add_argument("--workloads", nargs="+", choices="abcd", default=list("abcd"))
     parser.add_argument("--checkpoint", type=os.path.abspath, help="of a run of `pointnav`")
-    parser.add_argument("--seconds", type=float, default=20.0, help="workers, versions: of a run")
+    timed = "uneven, workers, versions: of a run"
+    parser.add_argument("--seconds", type=float, default=20.0, help=timed)
     parser.add_argument("--variant", action="append", help="versions: folder and arguments")
     parser.add_argument("--data", type=os.path.abspath, help="habitat: scenes and episodes")
     parser.add_argument("--scene", default="rooms_s", help="habitat")
