@@ -10,7 +10,6 @@ import matplotlib.pyplot as plt
 import numpy as np
 import torch
 from matplotlib.patches import Patch, Rectangle
-from matplotlib.transforms import ScaledTranslation
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "notebooks" / "results"  # written by tests/benchmarks
@@ -40,6 +39,7 @@ TRAINERS = {  # of tests/benchmarks/peers.py
 }
 ROUNDED = {"precision": 4, "suppress": True, "threshold": 12, "edgeitems": 4}  # as printed
 SAMPLERS = {"sync": GREY, "nover": ORANGE, "ver": BLUE, "async": PURPLE}
+HATCHES = {"learning": "////"}  # of dark bars: they differ from blue ones in grey, too
 
 
 def setup():
@@ -140,12 +140,21 @@ def check_cases(fault_of, cases):
 
 
 def compare_guess(guess, value, unit):
-    """Print how far a reader's guess is from what was computed, in this unit."""
+    """Print how far the reader's guess is from what was computed. `None` is not a guess yet;
+    nothing that is guessed stops *Run all*."""
+    computed = f"computed: {value:.4g} {unit}"
     if guess is None:
-        print("no guess yet")
+        print(f"no guess yet ({computed})")
         return
-    off = f"ratio {guess / value:.2f}" if value else f"off by {guess:.3g}"
-    print(f"your guess {guess:.3g}, it is {value:.3g} {unit}: {off}")
+    try:
+        guess = float(guess)
+    except (TypeError, ValueError):
+        print(f"{guess!r} is not a number ({computed})")
+        return
+    distance = f"{guess - value:+.4g}"
+    if guess > 0 and value > 0:
+        distance = f"{guess / value:.2f} times as much"
+    print(f"{computed}; your guess: {guess:.4g}, {distance}")
 
 
 def ink_on(color):
@@ -174,7 +183,8 @@ def timeline(axis, num_envs, steps, phases, title, marks_in_flight=True):
         spans.setdefault((env, in_flight if crosses else step), []).append((begin, sec))
     for (env, color), lane in spans.items():
         axis.broken_barh(lane, (env - 0.4, 0.8), facecolor=color, edgecolor="white", lw=0.5)
-    axis.broken_barh(phases, (num_envs - 0.4, 0.8), facecolor=learning)
+    look = {"facecolor": learning, "hatch": HATCHES["learning"], "edgecolor": "white"}
+    axis.broken_barh(phases, (num_envs - 0.4, 0.8), **look)
     axis.set(ylim=(num_envs + 0.6, -0.6), yticks=range(num_envs + 1), xlabel="seconds")
     lanes = [f"environment {env}" for env in range(num_envs)]
     axis.set_yticklabels([*lanes, "learner"], fontsize=9)
@@ -218,8 +228,11 @@ def compare_samplers(seconds_NK, num_steps, updates, inference_sec, learning_sec
         colors = timeline(axis, num_envs, begun, phases, title, marks_in_flight=sampler != "async")
         axis.axvline(sec, color="black", lw=1)
         axis.set_xlabel("seconds" if axis is axes[-1] else "")
-    handles = [Patch(color=color) for color in colors.values()]
-    figure.legend(handles, list(colors), ncol=3, loc="outside lower center")
+    handles = []
+    for name, color in colors.items():
+        look = {"facecolor": color, "hatch": HATCHES.get(name), "edgecolor": "white"}
+        handles.append(Patch(label=name, **look))
+    figure.legend(handles=handles, ncol=3, loc="outside lower center")
     return figure
 
 
@@ -397,19 +410,22 @@ def learning_curves(results):
     return figure
 
 
-def efficiency_curves(found):
+def efficiency_curves(found, rates=None):
     """What samplers learn from the same number of steps, interquartile mean and interval: figure 5
-    of the VER paper. `found`: what the benchmarks print."""
+    of the VER paper. `found`: what the benchmarks print. With `rates`, task -> mode -> steps per
+    second: in the same number of minutes."""
     panels = [(task, tag) for task in found for tag in found[task]["tags"]]
     figure, axes = plt.subplots(1, len(panels), figsize=(10, 3.2), layout="constrained")
     for axis, (task, tag) in zip(axes, panels):
-        thousand_G = np.array(found[task]["steps"]) / 1000
         for line, (mode, result) in zip(LINES, found[task]["tags"][tag].items()):
             curve = result["curve"]
             color = SAMPLERS[mode.partition("+")[0]]
-            axis.plot(thousand_G, curve["iqm"], linestyle=line, color=color, label=mode)
-            axis.fill_between(thousand_G, curve["low"], curve["high"], color=color, alpha=0.1, lw=0)
-        axis.set(xlabel="thousand steps", ylabel=in_words(tag), ylim=(0, None), title=task)
+            unit = 60 * rates[task][mode] if rates else 1000
+            x_G = np.array(found[task]["steps"]) / unit
+            axis.plot(x_G, curve["iqm"], linestyle=line, color=color, label=mode)
+            axis.fill_between(x_G, curve["low"], curve["high"], color=color, alpha=0.1, lw=0)
+        axis.set(xlabel="minutes" if rates else "thousand steps", ylabel=in_words(tag))
+        axis.set(ylim=(0, None), title=task)
     axes[1].legend(frameon=False, loc="lower right")
     return figure
 
@@ -467,15 +483,14 @@ def family_tree(axis, decisions):
 
 
 def member_curve(axis, member, steps, values):
-    """A curve of a population's member: each has a colour, a line style and a marker of its own,
-    and is shifted by a point or two, so that equal curves lie side by side."""
+    """A curve of a population's member: each has a colour, a line style and a marker of its own. A
+    later member's line is thinner, so that of equal curves all can be seen."""
     line_style, marker = MEMBERS[member % len(MEMBERS)]
     every = 1 + len(steps) // 6
-    marks = {"marker": marker, "markersize": 4, "markevery": (member % every, every)}
+    width = max(4.5 - 1.3 * member, 1)
+    marks = {"marker": marker, "markersize": width + 3, "markevery": (member % every, every)}
     look = {"color": COLORS[member], "linestyle": line_style, "label": f"member {member}"}
-    (line,) = axis.plot(steps, values, **look, **marks)
-    shift = ScaledTranslation(0, (1 - member) / 48, axis.figure.dpi_scale_trans)
-    line.set_transform(line.get_transform() + shift)
+    axis.plot(steps, values, lw=width, **look, **marks)
 
 
 def schedules(axis, decisions, name):

@@ -1,15 +1,19 @@
 """The notebooks run from top to bottom, and what they predict is computed; what is committed was
 run, and is small. And the tasks in their folder."""
 
+import inspect
+import itertools
 import os
 import re
 import subprocess
 import sys
 
+import matplotlib.pyplot as plt
 import nbformat
 import numpy as np
 import pytest
 import torch
+from matplotlib.colors import to_rgb
 from nbclient import NotebookClient
 
 import ver_ppo
@@ -41,6 +45,7 @@ SOLUTION = re.compile(
 SOLUTION_FILE = re.compile(r"Solution (\d+): \[(solutions/\w+\.py)\]\(\2\)")
 # what a student may write in place of what lies in such a file, and the check must notice:
 # mistakes by notebook and exercise
+MINUTES = "import numpy as np\ndef minutes_to(steps, values, rate, threshold):\n    "
 MISTAKES = {
     ("03_packing", "2"): [
         """  # whole sequences
@@ -145,6 +150,14 @@ def my_preemption(step_sec_2, most, learning_sec):
     )
     return min(end_sec, most * step_sec_2[0])""",
     ],
+    ("09_does_it_pay", "1"): [
+        # as if curves only rose; from point to point; the last time; as if they never fell; seconds
+        f"{MINUTES}return np.interp(threshold, values, steps) / rate / 60",
+        f"{MINUTES}return min(steps[values >= threshold], default=np.inf) / rate / 60",
+        f"{MINUTES}return max(steps[values <= threshold], default=0) / rate / 60",
+        f"{MINUTES}return np.interp(threshold, np.maximum.accumulate(values), steps) / rate / 60",
+        f"{MINUTES}return np.interp(threshold, values, steps, right=np.inf) / rate",
+    ],
 }
 
 
@@ -156,6 +169,7 @@ FEWER_STEPS = {  # of training in these notebooks, where their checks do not ask
         "Place-v0 --total-timesteps 25000 {arm}": "Place-v0 --total-timesteps 4096 {arm}",
         "pointnav --total-timesteps 30000 {camera}": "pointnav --total-timesteps 4096 {camera}",
     },
+    "09_does_it_pay": {"--total-timesteps 6144": "--total-timesteps 2048"},
 }
 
 
@@ -173,6 +187,11 @@ OTHERS = {  # more answers, by notebook and exercise, and what the check must sa
     ("03_packing", "2"): {"my_cut = ver_ppo.cut_minibatches": "right"},
     ("03_packing", "3"): {"my_pack = ver_ppo.pack": "right"},
     ("03_packing", "4"): {"answer = 'ABCDFG'": "not yet", "answer = 'a, d, f'": "right"},
+    ("09_does_it_pay", "2"): {
+        "answer = 16": "not yet",
+        "answer = [40]": "right",
+        "answer = 24": "not yet",
+    },
     ("03_packing", "5"): {"answer = 'DFGX'": "not yet", "answer = ['g', 'F', 'd']": "right"},
     ("04_returns_and_ppo", "1"): {"my_advantages = ver_ppo.compute_advantages": "right"},
     ("10_older_data", "1"): {  # no ratios; not truncated
@@ -276,9 +295,46 @@ def test_check_cases(capsys):
         assert capsys.readouterr().out.startswith(f"exercise: {verdict}")
     draw.check_cases(lambda: 1 / 0, [()])
     assert "not yet: your code raises" in capsys.readouterr().out
-    for guess, known, said in ((None, 2, "no guess yet"), (1, 2, "ratio 0.50"), (1, 0, "off by 1")):
+    for guess, known, said in ((None, 2, "no guess yet"), (1, 2, "0.50 times"), (1, 0, "+1")):
         draw.compare_guess(guess, known, "seconds")
         assert said in capsys.readouterr().out
+
+
+def looks(handle):
+    """How an entry of a legend looks without colour, and its grey, of 255."""
+    if hasattr(handle, "get_hatch"):
+        kind, color = handle.get_hatch(), handle.get_facecolor()
+    else:
+        kind, color = (handle.get_marker(), handle._unscaled_dash_pattern), handle.get_color()
+    return str(kind), 255 * np.dot(to_rgb(color), (0.299, 0.587, 0.114))
+
+
+def test_legends_in_grey():
+    """Any two entries of a legend differ by line, marker or hatch, or else their greys do."""
+    learned = {task: draw.load_result(task) for task in ("pointnav", "pointnav-blind")}
+    transfer = draw.load_result("transfer")["runs"]
+    decisions = draw.load_result("evolution-CartPole-v1")["trials"][0]["decisions"]
+    seconds_NK = draw.step_times(2, 0.4, 0.6)
+    figures = {
+        "compare_samplers": draw.compare_samplers(seconds_NK, 4, 2, 0.05, 1.0),
+        "scaling_curves": draw.scaling_curves(draw.load_result("scaling")["found"]),
+        "learning_curves": draw.learning_curves(learned),
+        "efficiency_curves": draw.efficiency_curves(draw.load_result("efficiency")["found"]),
+        "transfer_curves": draw.transfer_curves(transfer, dict.fromkeys(transfer, "return")),
+        "evolution": draw.evolution(decisions),
+        "chain_view": draw.chain_and_distance(draw.load_result("rearrange")),
+    }
+    functions = inspect.getmembers(draw, inspect.isfunction)
+    own = {name for name, function in functions if ".legend(" in inspect.getsource(function)}
+    assert own == {*figures, "legend"}  # whose colours are the notebooks'
+    for name, figure in figures.items():
+        found = [*figure.legends, *(axis.get_legend() for axis in figure.axes)]
+        entries = [list(map(looks, legend.legend_handles)) for legend in found if legend]
+        assert entries, name
+        for of_legend in entries:
+            for (kind, grey), (other, its_grey) in itertools.combinations(of_legend, 2):
+                assert kind != other or abs(grey - its_grey) >= 40, name
+        plt.close(figure)
 
 
 def test_first_cell(tmp_path):
