@@ -56,7 +56,7 @@ FEWER_STEPS = {  # of training in these notebooks, where their checks do not ask
 
 
 OTHERS = {  # more answers, by notebook and exercise, and what the check must say of each
-    ("01_straggler_effect", "4"): {"answer = [8]": "right", "answer = 'eight'": "not yet"},
+    ("01_straggler_effect", "4"): {"answer = 12, 16.0": "right", "answer = 'twelve'": "not yet"},
     ("02_rollout_by_hand", "2"): {
         "bootstrap_of_all = lambda collector: rollout.bootstrap": "not yet",
         "bootstrap_of_all = lambda collector: collector.pending.value": "not yet",
@@ -154,6 +154,20 @@ def test_check(capsys):
         assert capsys.readouterr().out == "exercise: no answer yet\n"
     draw.check(lambda: 1 / 0, 8)
     assert "ZeroDivisionError" in capsys.readouterr().out
+
+
+def test_compare_guess(capsys):
+    """How far off a guess is; no guess stops a notebook."""
+    for guess, value, said in (
+        (None, 2.0, "no guess yet (computed: 2 s)\n"),
+        (3, 2.0, "computed: 2 s; your guess: 3, 1.50 times as much\n"),
+        ([1.0], np.float32(2), "[1.0] is not a number (computed: 2 s)\n"),
+        (np.array(1), 0, "computed: 0 s; your guess: 1, +1\n"),
+        (-1, 1.25, "computed: 1.25 s; your guess: -1, -2.25\n"),
+        ("two", 2, "'two' is not a number (computed: 2 s)\n"),
+    ):
+        draw.compare_guess(guess, value, "s")
+        assert capsys.readouterr().out == said
 
 
 def test_first_cell(tmp_path):
