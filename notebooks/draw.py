@@ -42,6 +42,8 @@ TRAINERS = {  # of tests/benchmarks/peers.py
 }
 ROUNDED = {"precision": 4, "suppress": True, "threshold": 12, "edgeitems": 4}  # as printed
 SAMPLERS = {"sync": GREY, "nover": ORANGE, "ver": BLUE, "async": PURPLE}
+IN_FLIGHT = "in flight when learning begins: counts for the next rollout"
+HATCHES = {"learning": "////", IN_FLIGHT: "\\\\\\\\"}  # bars differ in grey, too
 
 
 def setup():
@@ -123,6 +125,24 @@ def check(answer, right, tolerance=1e-6):
     print(f"exercise: not yet: {why}; {advice}" if why else "exercise: right")
 
 
+def check_cases(fault_of, cases):
+    """As `check`, of a function that the reader wrote. `fault_of(*case)` calls it and says what is
+    wrong with what it finds: nothing if that is right, `None` if there is no answer yet."""
+    for case in cases:
+        try:
+            why = fault_of(*case)
+        except Exception:
+            print(f"exercise: not yet: your code raises\n{traceback.format_exc()}")
+            return
+        if why is None:
+            print("exercise: no answer yet")
+            return
+        if why:
+            print(f"exercise: not yet: {why}; think again, the solution is below")
+            return
+    print("exercise: right")
+
+
 def compare_guess(guess, value, unit):
     """Print how far the reader's guess is from what was computed. `None` is not a guess yet;
     nothing that is guessed stops *Run all*."""
@@ -146,16 +166,13 @@ def ink_on(color):
     return "white" if color in (BLUE, GREEN, RED, DARK) else "black"
 
 
-def swatch(color, word, hatched):
-    """An entry of a legend."""
-    hatch = HATCH if hatched else None
-    return Patch(facecolor=color, edgecolor="white", lw=0, hatch=hatch, label=word)
-
-
 def legend(axis, colors, hatched=(), **more):
     """What the colours mean: a dictionary from word to colour. `hatched`: the colours with a
     hatch."""
-    handles = [swatch(color, word, color in hatched) for word, color in colors.items()]
+    handles = []
+    for word, color in colors.items():
+        hatch = HATCH if color in hatched else None
+        handles.append(Patch(facecolor=color, edgecolor="white", lw=0, hatch=hatch, label=word))
     axis.legend(handles=handles, frameon=False, **more)
 
 
@@ -164,7 +181,7 @@ def timeline(axis, num_envs, steps, phases, title, marks_in_flight=True):
     `phases` (begin, seconds)."""
     names = {
         "simulating a step": BLUE,
-        "in flight when learning begins: counts for the next rollout": ORANGE,
+        IN_FLIGHT: ORANGE,
         "learning": DARK,
     }
     step, in_flight, learning = names.values()
@@ -174,9 +191,10 @@ def timeline(axis, num_envs, steps, phases, title, marks_in_flight=True):
         spans.setdefault((env, in_flight if crosses else step), []).append((begin, sec))
     for (env, color), lane in spans.items():
         look = {"facecolor": color, "edgecolor": "white", "lw": 0.5}
-        look["hatch"] = HATCH if color == in_flight else None
+        look["hatch"] = HATCHES[IN_FLIGHT] if color == in_flight else None
         axis.broken_barh(lane, (env - 0.4, 0.8), **look)
-    axis.broken_barh(phases, (num_envs - 0.4, 0.8), facecolor=learning)
+    look = {"facecolor": learning, "hatch": HATCHES["learning"], "edgecolor": "white"}
+    axis.broken_barh(phases, (num_envs - 0.4, 0.8), **look)
     axis.set(ylim=(num_envs + 0.6, -0.6), yticks=range(num_envs + 1), xlabel="seconds")
     lanes = [f"environment {env}" for env in range(num_envs)]
     axis.set_yticklabels([*lanes, "learner"], fontsize=9)
@@ -225,7 +243,10 @@ def compare_samplers(seconds_NK, num_steps, updates, inference_sec, learning_sec
         colors = timeline(axis, num_envs, begun, phases, title, marks_in_flight=sampler != "async")
         axis.axvline(sec, color="black", lw=1)
         axis.set_xlabel("seconds" if axis is axes[-1] else "")
-    handles = [swatch(color, word, color == ORANGE) for word, color in colors.items()]
+    handles = []
+    for name, color in colors.items():
+        look = {"facecolor": color, "hatch": HATCHES.get(name), "edgecolor": "white"}
+        handles.append(Patch(label=name, **look))
     figure.legend(handles=handles, ncol=3, loc="outside lower center")
     return figure
 
@@ -319,9 +340,11 @@ def cells(axis, row, columns, colors, texts, size=9, hatched=()):
     with a hatch."""
     for column, color, text in zip(columns, colors, texts):
         look = {"facecolor": color, "edgecolor": "white"}
-        look["hatch"] = HATCH if color in hatched else None
-        axis.add_patch(Rectangle((column, row), 0.94, 0.9, **look))
         style = {"ha": "center", "va": "center", "fontsize": size, "color": ink_on(color)}
+        if color in hatched:
+            look["hatch"] = HATCH
+            style["bbox"] = {"facecolor": color, "lw": 0, "pad": 1}  # no lines behind the text
+        axis.add_patch(Rectangle((column, row), 0.94, 0.9, **look))
         axis.text(column + 0.47, row + 0.43, text, **style)
 
 
