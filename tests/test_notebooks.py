@@ -43,10 +43,47 @@ SOLUTION = re.compile(
     re.DOTALL,
 )
 SOLUTION_FILE = re.compile(r"Solution (\d+): \[(solutions/\w+\.py)\]\(\2\)")
+
+
+def spoiled(solution, *changes):
+    """A solution in a file with one text in it replaced by another, once for each change."""
+    right = (ROOT / "notebooks" / "solutions" / f"{solution}.py").read_text()
+    assert all(right.count(old) == 1 for old, _ in changes)
+    return [right.replace(old, new) for old, new in changes]
+
+
 # what a student may write in place of what lies in such a file, and the check must notice:
 # mistakes by notebook and exercise
 MINUTES = "import numpy as np\ndef minutes_to(steps, values, rate, threshold):\n    "
 MISTAKES = {
+    ("02_rollout_by_hand", "2"): spoiled(
+        "02_rollout_by_hand_2",
+        # forgets what is in flight
+        ("rollout.rows = 0\n", "rollout.rows = 0\n    collector.in_flight_N[:] = False\n"),
+        # takes all answers, more than S
+        ("rollout.capacity - rollout.rows", "len(collector.given_N)"),
+        # acts when the rollout is full
+        ("wanted_B &= rollout.rows < rollout.capacity", "pass"),
+        # acts when an environment has given its quota
+        ("collector.given_N[env_B] < collector.options.quota", "np.ones(len(env_B), bool)"),
+        # idle environments: V of their last step, nothing, or no action ever again
+        ("rollout.bootstrap[collector.idle] = collector.value_of(collector.idle)", "pass"),
+        ("= collector.value_of(collector.idle)", "= 0.0"),
+        ("collector.act(idle_B)", "pass"),
+        # the memory sees twice what is in flight
+        ("collector.pending.value", "collector.value_of(np.arange(3))"),
+        # an environment's start counts as a step
+        ("env_B[collector.in_flight_N[env_B]]", "env_B"),
+        # the quota is that of all rollouts
+        ("collector.given_N[:] = 0", "pass"),
+        # learns from what is in flight, and again when it is complete
+        (
+            "    rollout.bootstrap[:] =",
+            "    flies_B = np.flatnonzero(collector.in_flight_N)\n"
+            "    rollout.copy(np.arange(len(flies_B)), collector.pending, flies_B)\n"
+            "    rollout.bootstrap[:] =",
+        ),
+    ),
     ("03_packing", "2"): [
         """  # whole sequences
 def my_cut(sequences, count):
@@ -174,12 +211,34 @@ FEWER_STEPS = {  # of training in these notebooks, where their checks do not ask
 
 
 OTHERS = {  # more answers, by notebook and exercise, and what the check must say of each
-    ("01_straggler_effect", "4"): {"answer = [8]": "right", "answer = 'eight'": "not yet"},
+    ("01_straggler_effect", "4"): {"answer = 12, 16.0": "right", "answer = 'twelve'": "not yet"},
     ("02_rollout_by_hand", "2"): {
-        "bootstrap_of_all = lambda collector: rollout.bootstrap": "not yet",
-        "bootstrap_of_all = lambda collector: collector.pending.value": "not yet",
+        "my_collect = ver_ppo.Collector.collect": "right",
+        # one by one
+        """def my_collect(collector, rollout):
+    idle, collector.idle = collector.idle, []
+    rollout.rows = 0
+    collector.given_N[:] = 0
+    for e in idle[::-1]:
+        collector.act(np.array([e]))
+    while rollout.rows < rollout.capacity:
+        answered = collector.await_answers(rollout.capacity - rollout.rows)
+        for e in answered:
+            if collector.in_flight_N[e]:
+                collector.complete_steps(rollout, np.array([e]), np.array([rollout.rows]))
+                rollout.rows += 1
+        for e in answered:
+            if rollout.rows < rollout.capacity and collector.given_N[e] < collector.options.quota:
+                collector.act(np.array([e]))
+            else:
+                collector.idle.append(e)
+    for e in range(3):
+        flies = collector.in_flight_N[e]
+        values = collector.pending.value[[e]] if flies else collector.value_of(np.array([e]))
+        rollout.bootstrap[e] = values[0]""": "right",
+        "def my_collect(collector, rollout):\n    rollout.rows = 12": "no answer yet",
     },
-    ("02_rollout_by_hand", "5"): {  # from what is printed
+    ("02_rollout_by_hand", "4"): {  # from what is printed
         "answer = [-np.round(replaced, 4) * share for share in (0.884, 0.940, 1)]": "right",
         "answer = [-replaced * 0.99**2, -replaced * 0.99, -replaced]": "not yet",
     },
@@ -288,16 +347,13 @@ def test_check(capsys):
 
 
 def test_check_cases(capsys):
-    """The first fault of a reader's function is told; and how far a guess is off."""
+    """The first fault of a reader's function is told."""
     answers = {"": "right", None: "no answer yet", "it is 9": "not yet: it is 9; think again"}
     for fault, verdict in answers.items():
         draw.check_cases(lambda case: fault if case else "", [(0,), (1,), (0,)])
         assert capsys.readouterr().out.startswith(f"exercise: {verdict}")
     draw.check_cases(lambda: 1 / 0, [()])
     assert "not yet: your code raises" in capsys.readouterr().out
-    for guess, known, said in ((None, 2, "no guess yet"), (1, 2, "0.50 times"), (1, 0, "+1")):
-        draw.compare_guess(guess, known, "seconds")
-        assert said in capsys.readouterr().out
 
 
 def looks(handle):
@@ -335,6 +391,20 @@ def test_legends_in_grey():
             for (kind, grey), (other, its_grey) in itertools.combinations(of_legend, 2):
                 assert kind != other or abs(grey - its_grey) >= 40, name
         plt.close(figure)
+
+
+def test_compare_guess(capsys):
+    """How far off a guess is; no guess stops a notebook."""
+    for guess, value, said in (
+        (None, 2.0, "no guess yet (computed: 2 s)\n"),
+        (3, 2.0, "computed: 2 s; your guess: 3, 1.50 times as much\n"),
+        ([1.0], np.float32(2), "[1.0] is not a number (computed: 2 s)\n"),
+        (np.array(1), 0, "computed: 0 s; your guess: 1, +1\n"),
+        (-1, 1.25, "computed: 1.25 s; your guess: -1, -2.25\n"),
+        ("two", 2, "'two' is not a number (computed: 2 s)\n"),
+    ):
+        draw.compare_guess(guess, value, "s")
+        assert capsys.readouterr().out == said
 
 
 def test_first_cell(tmp_path):
