@@ -5,8 +5,8 @@ slowest. VER does not: whichever environments have answered form the next infere
 rollout ends when S = T x N steps (--num-steps times --num-envs) are complete, no matter which
 environments contributed how many. A step that is in flight at that moment counts for the rollout in
 which it is completed. The uneven experience is cut into mini-batches of equal size for a recurrent
-network, fast environments are weighted down, and in one process, at most N steps of a rollout come
-from an older policy.
+network, and fast environments are weighted down. With one learner and no extension, fewer than N
+steps of a rollout come from an older policy.
 
     python ver_ppo.py --env-id pointnav            trains, shows its progress, evaluates
     python ver_ppo.py --help                       explains every option
@@ -170,8 +170,9 @@ class Options:
 def train(options, run_class=None):
     """Train to --total-timesteps, save, evaluate. Returns the run folder.
 
-    The only training loop there is: many GPUs and --extensions override members of the run. In one
-    process, these do no more than this (`Run` itself stands after the lesson, with the run folder):
+    The only training loop there is: collect a rollout, find its returns, update, and log, which
+    adds the rollout's steps to `run.step`. Many GPUs and --extensions override members of the run.
+    In one process, these do no more than this (`Run` itself stands after the lesson):
 
         training       around it all: yields `rollouts()`; saves at the end, whatever ended it
         rollouts       the iterator inline_rollouts(self), which collects one whenever it is asked
@@ -184,8 +185,8 @@ def train(options, run_class=None):
         make_optimizer, save, evaluate
 
     `learned` is the rollout itself; with many GPUs, it may be filled up with earlier steps.
-    `update_statistics` is for encoders that normalize what they read; `decay` is the weight that
-    they give to what is new.
+    `update_statistics` is for encoders that normalize what they read; `decay`, the learning rate's
+    share, is also the weight that they give to what is new.
     """
     extended_class = extend(run_class or Run, options)  # --extensions are mixed in
     with contextlib.closing(extended_class(options)) as run:
@@ -261,9 +262,10 @@ class LSTM(nn.LSTM):
         """
         memory = state_Q.transpose(0, 1).contiguous().split(self.num_layers)
         packed = PackedSequence(x_MF, batch_sizes)
-        # CPUs have a fast LSTM for sequences of equal length; but padding short ones costs more
-        cells = len(batch_sizes) * int(batch_sizes[0])
-        if x_MF.device.type != "cpu" or cells > 5 * len(x_MF):
+        # CPUs have a fast LSTM for sequences of equal length. Padding to it costs more than that
+        # gains where it makes more than about five times as many steps
+        padded_steps = len(batch_sizes) * int(batch_sizes[0])
+        if x_MF.device.type != "cpu" or padded_steps > 5 * len(x_MF):
             out, _ = self(packed, memory)
             return out.data
         padded, length_Q = pad_packed_sequence(packed)
@@ -455,7 +457,7 @@ class EnvIO(Shared):
             ("truncated", bool),
             ("episode", int),  # number of the episode that `obs` belongs to
             ("episode_stats", float, (len(spec.episode_columns),)),  # of the last whole episode
-            ("began_at", float),  # when the environment began its last step (perf_counter) ...
+            ("began_at", float),  # when the simulator started on its last step (perf_counter) ...
             ("step_sec", float),  # ... and how long it took, a reset included
         ]
         super().__init__(num_envs, columns)
@@ -486,7 +488,7 @@ class Rollout(Shared):
         action = spec.action_dtype, (spec.action_dims,)
         columns = [
             ("env", int),
-            ("segment", int),  # which steps belong together: `env`, but for extensions
+            ("segment", int),  # which steps belong together: equal to `env`, except with `async`
             ("version", int),  # of the policy that chose the action
             ("first", bool),  # first step of an episode: the memory was reset before it
             ("prev_action", *action),
@@ -498,7 +500,7 @@ class Rollout(Shared):
             ("reward", np.float32),  # with gamma * V(final observation), if it was truncated
             ("done", bool),  # last step of an episode
             ("episode_stats", float, (len(spec.episode_columns),)),  # where it is done
-            ("began_at", float),  # when the environment began the step ...
+            ("began_at", float),  # when the simulator started on the step ...
             ("step_sec", float),  # ... and how long it took
             ("advantage", np.float32),
             ("returns", np.float32),  # targets of the value
@@ -526,7 +528,7 @@ class Rollout(Shared):
 # ---------------------------------------------------------------------------- Environment workers
 
 HAND_OVER_SEC = 0.002  # answers that together took less are sent in one write
-LATEST_SEC = 1.0  # after which what has been answered is sent in any case
+LATEST_SEC = 1.0  # after which what has been answered is sent, however few it is
 
 
 def send_numbers(pipe, numbers):
@@ -633,8 +635,9 @@ def env_worker(inbox, outbox, environments):
             for e in asked:
                 environments[e].answer()
                 answered.append(e)
-                # hand over half of them, so that inference has work while this worker goes on; less
-                # after a second, or it would seem to hang
+                # hand over once half of them have answered and 2 ms have passed, so that inference
+                # has work while this worker goes on; after a second however few they are, or it
+                # would seem to hang; the rest at the end
                 half_done = 2 * len(answered) >= len(environments)
                 patience_sec = HAND_OVER_SEC if half_done else LATEST_SEC
                 if time.perf_counter() - since > patience_sec:
@@ -761,8 +764,8 @@ class Collector:
             wanted_B = (self.given_N[env_B] < self.options.quota) & (not full)
             self.act(env_B[wanted_B])
             self.idle = np.append(self.idle, env_B[~wanted_B])
-        # a step in flight began where its environment's last complete one ended: its value is
-        # that of what follows
+        # a step in flight starts from the observation after its environment's last complete step:
+        # the value that was stored with it is the bootstrap value
         rollout.bootstrap[:] = self.pending.value
         if len(self.idle):
             rollout.bootstrap[self.idle] = self.value_of(self.idle)
@@ -874,7 +877,8 @@ def inline_rollouts(run):
     policy = run.policy
     options = run.options
     device = next(policy.parameters()).device
-    # their numbers seed the episodes: a resumed run begins above those of the earlier one
+    # episodes are seeded by their numbers, and none is shorter than a step: so a resumed run, which
+    # counts from run.step, repeats no episode that has ended
     io = EnvIO(run.spec, options.num_envs, first_episode=run.step)
     size = options.rollout_steps, options.num_envs
     rollout = Rollout(run.spec, *size, policy.state_shape, device)
@@ -1012,8 +1016,9 @@ def learning_units(policy, rollout, options, average):
 
     The scale of values is the running root mean square of the returns, after it has taken in this
     rollout's. So rewards of any size are learned alike, as if they were normalized (Engstrom et al.
-    2020), but what is stored and logged stays in the environment's units. With --norm-adv, mean and
-    deviation are those of this rollout's advantages; without, 0 and the scale of values.
+    2020), but what is stored and logged stays in the environment's units: values that were stored
+    under an earlier scale need no conversion. With --norm-adv, mean and deviation are those of this
+    rollout's advantages; without, 0 and the scale of values.
     """
     returns_S = rollout.complete["returns"].astype(float)
     advantage_S = rollout.complete["advantage"].astype(float)
