@@ -17,6 +17,7 @@ sys.path.insert(0, str(ROOT))  # for notebooks, which run in their own folder
 from notebooks.environments.pointnav import SUCCESS_M  # noqa: E402
 from notebooks.environments.rearrange import STARTS_M  # noqa: E402
 from notebooks.extensions import virtual_clock  # noqa: E402
+from ver_ppo import importance_weights  # noqa: E402
 
 # Okabe and Ito's colours: they differ for the colour-blind, and on white and on grey
 BLUE = "#0072B2"
@@ -28,6 +29,7 @@ SKY = "#56B4E9"
 GREY = "#8C8C8C"
 DARK = "#444444"
 COLORS = (BLUE, ORANGE, GREEN, RED, PURPLE, SKY)
+HATCH = "////"  # of bars whose colour, seen in grey, is that of others
 LINES = ("-", "--", "-.", ":", (0, (6, 1, 1, 1, 1, 1)))  # curves differ without their colours, too
 MEMBERS = (("-", "o"), ("--", "s"), ("-.", "^"), (":", "D"))  # of a population: line, marker
 TRAINERS = {  # of tests/benchmarks/peers.py
@@ -39,7 +41,8 @@ TRAINERS = {  # of tests/benchmarks/peers.py
 }
 ROUNDED = {"precision": 4, "suppress": True, "threshold": 12, "edgeitems": 4}  # as printed
 SAMPLERS = {"sync": GREY, "nover": ORANGE, "ver": BLUE, "async": PURPLE}
-HATCHES = {"learning": "////"}  # of dark bars: they differ from blue ones in grey, too
+IN_FLIGHT = "in flight when learning begins: counts for the next rollout"
+HATCHES = {"learning": "////", IN_FLIGHT: "\\\\\\\\"}  # bars differ in grey, too
 
 
 def setup():
@@ -121,6 +124,24 @@ def check(answer, right, tolerance=1e-6):
     print(f"exercise: not yet: {why}; {advice}" if why else "exercise: right")
 
 
+def check_cases(fault_of, cases):
+    """As `check`, of a function that the reader wrote. `fault_of(*case)` calls it and says what is
+    wrong with what it finds: nothing if that is right, `None` if there is no answer yet."""
+    for case in cases:
+        try:
+            why = fault_of(*case)
+        except Exception:
+            print(f"exercise: not yet: your code raises\n{traceback.format_exc()}")
+            return
+        if why is None:
+            print("exercise: no answer yet")
+            return
+        if why:
+            print(f"exercise: not yet: {why}; think again, the solution is below")
+            return
+    print("exercise: right")
+
+
 def compare_guess(guess, value, unit):
     """Print how far the reader's guess is from what was computed. `None` is not a guess yet;
     nothing that is guessed stops *Run all*."""
@@ -144,9 +165,13 @@ def ink_on(color):
     return "white" if color in (BLUE, GREEN, RED, DARK) else "black"
 
 
-def legend(axis, colors, **more):
-    """What the colours mean: a dictionary from word to colour."""
-    handles = [Patch(color=color, label=word) for word, color in colors.items()]
+def legend(axis, colors, hatched=(), **more):
+    """What the colours mean: a dictionary from word to colour. `hatched`: the colours with a
+    hatch."""
+    handles = []
+    for word, color in colors.items():
+        hatch = HATCH if color in hatched else None
+        handles.append(Patch(facecolor=color, edgecolor="white", lw=0, hatch=hatch, label=word))
     axis.legend(handles=handles, frameon=False, **more)
 
 
@@ -155,7 +180,7 @@ def timeline(axis, num_envs, steps, phases, title, marks_in_flight=True):
     `phases` (begin, seconds)."""
     names = {
         "simulating a step": BLUE,
-        "in flight when learning begins: counts for the next rollout": ORANGE,
+        IN_FLIGHT: ORANGE,
         "learning": DARK,
     }
     step, in_flight, learning = names.values()
@@ -164,7 +189,9 @@ def timeline(axis, num_envs, steps, phases, title, marks_in_flight=True):
         crosses = marks_in_flight and any(begin < phase < begin + sec for phase, _ in phases)
         spans.setdefault((env, in_flight if crosses else step), []).append((begin, sec))
     for (env, color), lane in spans.items():
-        axis.broken_barh(lane, (env - 0.4, 0.8), facecolor=color, edgecolor="white", lw=0.5)
+        look = {"facecolor": color, "edgecolor": "white", "lw": 0.5}
+        look["hatch"] = HATCHES[IN_FLIGHT] if color == in_flight else None
+        axis.broken_barh(lane, (env - 0.4, 0.8), **look)
     look = {"facecolor": learning, "hatch": HATCHES["learning"], "edgecolor": "white"}
     axis.broken_barh(phases, (num_envs - 0.4, 0.8), **look)
     axis.set(ylim=(num_envs + 0.6, -0.6), yticks=range(num_envs + 1), xlabel="seconds")
@@ -195,17 +222,22 @@ def step_times(num_envs, sigma_env, sigma_step, seed=9):
 
 def compare_samplers(seconds_NK, num_steps, updates, inference_sec, learning_sec, height=8.0):
     """Timelines of all samplers on the same step times, below each other: figure 1 of the VER
-    paper, computed."""
+    paper, computed. A step is weighted as `ver` does it, by how many its environment gave."""
     size = {"figsize": (9, height), "layout": "constrained"}
     figure, axes = plt.subplots(len(SAMPLERS), 1, sharex=True, **size)
     num_envs = len(seconds_NK)
     costs = {"inference_sec": inference_sec, "learning_sec": learning_sec}
     for axis, sampler in zip(axes, SAMPLERS):
-        found = virtual_clock.run(
-            sampler, lambda e, k: seconds_NK[e, k], num_envs, num_steps, updates, **costs
-        )
+        weights = []
+
+        def learn(rollout):
+            weights.append(importance_weights(rollout.env, num_envs).sum())
+
+        arguments = sampler, lambda e, k: seconds_NK[e, k], num_envs, num_steps, updates
+        found = virtual_clock.run(*arguments, **costs, learn=learn)
         learned, sec, steps, phases = found
         title = f"{sampler}: {learned} steps in {sec:.0f} seconds, {learned / sec:.1f} a second"
+        title += f"; weighted {sum(weights) / sec:.1f}"
         begun = [step for step in steps if step[1] < sec]
         colors = timeline(axis, num_envs, begun, phases, title, marks_in_flight=sampler != "async")
         axis.axvline(sec, color="black", lw=1)
@@ -302,11 +334,16 @@ def whole():
     return figure
 
 
-def cells(axis, row, columns, colors, texts, size=9):
-    """Squares in a row, each with a colour and a text: steps of a rollout."""
+def cells(axis, row, columns, colors, texts, size=9, hatched=()):
+    """Squares in a row, each with a colour and a text: steps of a rollout. `hatched`: the colours
+    with a hatch."""
     for column, color, text in zip(columns, colors, texts):
-        axis.add_patch(Rectangle((column, row), 0.94, 0.9, facecolor=color, edgecolor="white"))
+        look = {"facecolor": color, "edgecolor": "white"}
         style = {"ha": "center", "va": "center", "fontsize": size, "color": ink_on(color)}
+        if color in hatched:
+            look["hatch"] = HATCH
+            style["bbox"] = {"facecolor": color, "lw": 0, "pad": 1}  # no lines behind the text
+        axis.add_patch(Rectangle((column, row), 0.94, 0.9, **look))
         axis.text(column + 0.47, row + 0.43, text, **style)
 
 

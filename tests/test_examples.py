@@ -25,7 +25,7 @@ from notebooks.extensions.virtual_clock import (
 )
 from tests.helpers import ROOT
 
-PAGE = ROOT / "notebooks" / "MANUAL.md"
+PAGE = ROOT / "notebooks" / "DOORS.md"
 SECTION = re.search(r"^#### Six examples\n(.*?)(?=^#{1,4} |\Z)", PAGE.read_text(), re.M | re.S)[1]
 EXAMPLES = {}  # by file name without .py: code, arguments of its command
 for part in SECTION.split("\n##### ")[1:]:

@@ -43,10 +43,150 @@ SOLUTION = re.compile(
     re.DOTALL,
 )
 SOLUTION_FILE = re.compile(r"Solution (\d+): \[(solutions/\w+\.py)\]\(\2\)")
+
+
+def spoiled(solution, *changes):
+    """A solution in a file with one text in it replaced by another, once for each change."""
+    right = (ROOT / "notebooks" / "solutions" / f"{solution}.py").read_text()
+    assert all(right.count(old) == 1 for old, _ in changes)
+    return [right.replace(old, new) for old, new in changes]
+
+
 # what a student may write in place of what lies in such a file, and the check must notice:
 # mistakes by notebook and exercise
 MINUTES = "import numpy as np\ndef minutes_to(steps, values, rate, threshold):\n    "
 MISTAKES = {
+    ("02_rollout_by_hand", "2"): spoiled(
+        "02_rollout_by_hand_2",
+        # forgets what is in flight
+        ("rollout.rows = 0\n", "rollout.rows = 0\n    collector.in_flight_N[:] = False\n"),
+        # takes all answers, more than S
+        ("rollout.capacity - rollout.rows", "len(collector.given_N)"),
+        # acts when the rollout is full
+        ("wanted_B &= rollout.rows < rollout.capacity", "pass"),
+        # acts when an environment has given its quota
+        ("collector.given_N[env_B] < collector.options.quota", "np.ones(len(env_B), bool)"),
+        # idle environments: V of their last step, nothing, or no action ever again
+        ("rollout.bootstrap[collector.idle] = collector.value_of(collector.idle)", "pass"),
+        ("= collector.value_of(collector.idle)", "= 0.0"),
+        ("collector.act(idle_B)", "pass"),
+        # the memory sees twice what is in flight
+        ("collector.pending.value", "collector.value_of(np.arange(3))"),
+        # an environment's start counts as a step
+        ("env_B[collector.in_flight_N[env_B]]", "env_B"),
+        # the quota is that of all rollouts
+        ("collector.given_N[:] = 0", "pass"),
+        # learns from what is in flight, and again when it is complete
+        (
+            "    rollout.bootstrap[:] =",
+            "    flies_B = np.flatnonzero(collector.in_flight_N)\n"
+            "    rollout.copy(np.arange(len(flies_B)), collector.pending, flies_B)\n"
+            "    rollout.bootstrap[:] =",
+        ),
+    ),
+    ("03_packing", "2"): [
+        """  # whole sequences
+def my_cut(sequences, count):
+    borders = [len(sequences) * b // count for b in range(count + 1)]
+    return [sequences[low:high] for low, high in zip(borders, borders[1:])]""",
+        """  # forgets where sequences begin
+def my_cut(sequences, count):
+    return [[part] for part in np.array_split(np.concatenate(sequences), count)]""",
+        """  # leaves the rest of the division out
+def my_cut(sequences, count):
+    size = sum(map(len, sequences)) // count
+    where = np.repeat(range(len(sequences)), [len(sequence) for sequence in sequences])
+    line = np.concatenate(sequences)
+    parts = [slice(size * b, size * (b + 1)) for b in range(count)]
+    return [[line[part][where[part] == q] for q in np.unique(where[part])] for part in parts]""",
+        """  # an empty sequence where the cut falls between two
+def my_cut(sequences, count):
+    line = np.concatenate(sequences)
+    ends = np.cumsum([len(sequence) for sequence in sequences])
+    cuts = [len(line) * b // count for b in range(count + 1)]
+    return [
+        np.split(line[low:high], ends[(low <= ends) & (ends <= high)] - low)
+        for low, high in zip(cuts, cuts[1:])
+    ]""",
+        """  # a sequence for each step
+def my_cut(sequences, count):
+    parts = np.array_split(np.concatenate(sequences), count)
+    return [[[index] for index in part] for part in parts]""",
+    ],
+    ("03_packing", "3"): [
+        """  # sequence by sequence
+def my_pack(sequences):
+    longest_first = sorted(sequences, key=len, reverse=True)
+    return np.concatenate(longest_first), [len(sequence) for sequence in longest_first]""",
+        """  # as they come
+def my_pack(sequences):
+    longest = max(len(sequence) for sequence in sequences)
+    batches = [[each[k] for each in sequences if len(each) > k] for k in range(longest)]
+    return sum(batches, []), [len(batch) for batch in batches]""",
+        """  # by index within a step
+def my_pack(sequences):
+    longest = max(len(sequence) for sequence in sequences)
+    batches = [sorted(each[k] for each in sequences if len(each) > k) for k in range(longest)]
+    return sum(batches, []), [len(batch) for batch in batches]""",
+        """  # padded: the last step again and again
+def my_pack(sequences):
+    longest_first = sorted(sequences, key=len, reverse=True)
+    longest = len(longest_first[0])
+    batches = [[each[min(k, len(each) - 1)] for each in longest_first] for k in range(longest)]
+    return sum(batches, []), [len(batch) for batch in batches]""",
+    ],
+    ("04_returns_and_ppo", "1"): [
+        """  # all rollouts end with 0
+def my_advantages(segment_S, reward_S, value_S, done_S, bootstrap, gamma, gae_lambda):
+    columns = segment_S, reward_S, value_S, done_S, np.zeros(len(bootstrap))
+    return ver_ppo.compute_advantages(*columns, gamma, gae_lambda)""",
+        """  # the next step of the rollout
+def my_advantages(segment_S, reward_S, value_S, done_S, bootstrap, gamma, gae_lambda):
+    columns = np.zeros(len(segment_S), int), reward_S, value_S, done_S, bootstrap[segment_S[-1:]]
+    return ver_ppo.compute_advantages(*columns, gamma, gae_lambda)""",
+        """  # at an end, the advantage behind it still counts
+def my_advantages(segment_S, reward_S, value_S, done_S, bootstrap, gamma, gae_lambda):
+    advantage_S = np.zeros(len(segment_S))
+    next_value = list(bootstrap)
+    next_advantage = [0.0] * len(bootstrap)
+    for step in reversed(range(len(segment_S))):
+        segment = segment_S[step]
+        follows = 0.0 if done_S[step] else next_value[segment]
+        difference = reward_S[step] + gamma * follows - value_S[step]
+        advantage_S[step] = difference + gamma * gae_lambda * next_advantage[segment]
+        next_value[segment] = value_S[step]
+        next_advantage[segment] = advantage_S[step]
+    return advantage_S""",
+        """  # ends do not matter
+def my_advantages(segment_S, reward_S, value_S, done_S, *more):
+    return ver_ppo.compute_advantages(segment_S, reward_S, value_S, 0 * done_S, *more)""",
+        """  # without lambda
+def my_advantages(*columns):
+    return ver_ppo.compute_advantages(*columns[:-1], 1.0)""",
+    ],
+    ("05_optimal_preemption", "2"): [
+        """  # as soon as one is done, which S / Time(S) says
+def my_preemption(step_sec_2, most, learning_sec):
+    return most * min(step_sec_2)""",
+        """  # when all are done
+def my_preemption(step_sec_2, most, learning_sec):
+    return most * max(step_sec_2)""",
+        """  # if the rest takes less time than learning
+def my_preemption(step_sec_2, most, learning_sec):
+    first, last = most * np.sort(step_sec_2)
+    return last if last - first < learning_sec else first""",
+        """  # forgets what the slower one has by then
+def my_preemption(step_sec_2, most, learning_sec):
+    first, last = most * np.sort(step_sec_2)
+    waiting = 2 * most / (last + learning_sec)
+    return first if most / (first + learning_sec) > waiting else last""",
+        """  # rank 0 is taken for the faster one
+def my_preemption(step_sec_2, most, learning_sec):
+    _, end_sec = ver_multigpu.optimal_preemption(
+        np.sort(step_sec_2)[:, None], most, True, learning_sec
+    )
+    return min(end_sec, most * step_sec_2[0])""",
+    ],
     ("09_does_it_pay", "1"): [
         # as if curves only rose; from point to point; the last time; as if they never fell; seconds
         f"{MINUTES}return np.interp(threshold, values, steps) / rate / 60",
@@ -54,7 +194,7 @@ MISTAKES = {
         f"{MINUTES}return max(steps[values <= threshold], default=0) / rate / 60",
         f"{MINUTES}return np.interp(threshold, np.maximum.accumulate(values), steps) / rate / 60",
         f"{MINUTES}return np.interp(threshold, values, steps, right=np.inf) / rate",
-    ]
+    ],
 }
 
 
@@ -71,20 +211,40 @@ FEWER_STEPS = {  # of training in these notebooks, where their checks do not ask
 
 
 OTHERS = {  # more answers, by notebook and exercise, and what the check must say of each
-    ("01_straggler_effect", "4"): {"answer = [8]": "right", "answer = 'eight'": "not yet"},
+    ("01_straggler_effect", "4"): {"answer = 12, 16.0": "right", "answer = 'twelve'": "not yet"},
     ("02_rollout_by_hand", "2"): {
-        "bootstrap_of_all = lambda collector: rollout.bootstrap": "not yet",
-        "bootstrap_of_all = lambda collector: collector.pending.value": "not yet",
+        "my_collect = ver_ppo.Collector.collect": "right",
+        # one by one
+        """def my_collect(collector, rollout):
+    idle, collector.idle = collector.idle, []
+    rollout.rows = 0
+    collector.given_N[:] = 0
+    for e in idle[::-1]:
+        collector.act(np.array([e]))
+    while rollout.rows < rollout.capacity:
+        answered = collector.await_answers(rollout.capacity - rollout.rows)
+        for e in answered:
+            if collector.in_flight_N[e]:
+                collector.complete_steps(rollout, np.array([e]), np.array([rollout.rows]))
+                rollout.rows += 1
+        for e in answered:
+            if rollout.rows < rollout.capacity and collector.given_N[e] < collector.options.quota:
+                collector.act(np.array([e]))
+            else:
+                collector.idle.append(e)
+    for e in range(3):
+        flies = collector.in_flight_N[e]
+        values = collector.pending.value[[e]] if flies else collector.value_of(np.array([e]))
+        rollout.bootstrap[e] = values[0]""": "right",
+        "def my_collect(collector, rollout):\n    rollout.rows = 12": "no answer yet",
     },
-    ("02_rollout_by_hand", "5"): {  # from what is printed
+    ("02_rollout_by_hand", "4"): {  # from what is printed
         "answer = [-np.round(replaced, 4) * share for share in (0.884, 0.940, 1)]": "right",
         "answer = [-replaced * 0.99**2, -replaced * 0.99, -replaced]": "not yet",
     },
     ("03_packing", "1"): {"looped_sequences = lambda *_: [0, 1]": "not yet"},
-    ("03_packing", "3"): {
-        "answer = [1, 0, 4, 6], [2, 3, 7, 5, 10, 8, 9, 4, 3, 2, 1, 1]": "not yet",
-        "answer = [1, 0, 4, 6, 2, 3, 7, 5, 10, 8, 9, 4, 3, 2, 1, 1]": "not yet",
-    },
+    ("03_packing", "2"): {"my_cut = ver_ppo.cut_minibatches": "right"},
+    ("03_packing", "3"): {"my_pack = ver_ppo.pack": "right"},
     ("03_packing", "4"): {"answer = 'ABCDFG'": "not yet", "answer = 'a, d, f'": "right"},
     ("09_does_it_pay", "2"): {
         "answer = 16": "not yet",
@@ -92,6 +252,16 @@ OTHERS = {  # more answers, by notebook and exercise, and what the check must sa
         "answer = 24": "not yet",
     },
     ("03_packing", "5"): {"answer = 'DFGX'": "not yet", "answer = ['g', 'F', 'd']": "right"},
+    ("04_returns_and_ppo", "1"): {"my_advantages = ver_ppo.compute_advantages": "right"},
+    ("10_older_data", "1"): {  # no ratios; not truncated
+        "shares_of_differences = lambda r_K: (gamma * lam) ** np.arange(4)": "not yet",
+        "shares_of_differences = lambda r_K: np.cumprod([1, *gamma * lam * r_K[1:]])": "not yet",
+    },
+    ("10_older_data", "2"): {
+        "answer = [8, 4, 2, 2], [12, 4, 0, 0]": "not yet",
+        "answer = [8, 8, 4, 4, 16, 8, 4, 4]": "not yet",
+    },
+    ("11_extras", "1"): {"answer = [8]": "right", "answer = 'eight'": "not yet"},
 }
 
 
@@ -176,6 +346,16 @@ def test_check(capsys):
     assert "ZeroDivisionError" in capsys.readouterr().out
 
 
+def test_check_cases(capsys):
+    """The first fault of a reader's function is told."""
+    answers = {"": "right", None: "no answer yet", "it is 9": "not yet: it is 9; think again"}
+    for fault, verdict in answers.items():
+        draw.check_cases(lambda case: fault if case else "", [(0,), (1,), (0,)])
+        assert capsys.readouterr().out.startswith(f"exercise: {verdict}")
+    draw.check_cases(lambda: 1 / 0, [()])
+    assert "not yet: your code raises" in capsys.readouterr().out
+
+
 def looks(handle):
     """How an entry of a legend looks without colour, and its grey, of 255."""
     if hasattr(handle, "get_hatch"):
@@ -211,6 +391,20 @@ def test_legends_in_grey():
             for (kind, grey), (other, its_grey) in itertools.combinations(of_legend, 2):
                 assert kind != other or abs(grey - its_grey) >= 40, name
         plt.close(figure)
+
+
+def test_compare_guess(capsys):
+    """How far off a guess is; no guess stops a notebook."""
+    for guess, value, said in (
+        (None, 2.0, "no guess yet (computed: 2 s)\n"),
+        (3, 2.0, "computed: 2 s; your guess: 3, 1.50 times as much\n"),
+        ([1.0], np.float32(2), "[1.0] is not a number (computed: 2 s)\n"),
+        (np.array(1), 0, "computed: 0 s; your guess: 1, +1\n"),
+        (-1, 1.25, "computed: 1.25 s; your guess: -1, -2.25\n"),
+        ("two", 2, "'two' is not a number (computed: 2 s)\n"),
+    ):
+        draw.compare_guess(guess, value, "s")
+        assert capsys.readouterr().out == said
 
 
 def test_first_cell(tmp_path):

@@ -16,9 +16,11 @@ import ver_ppo
 from notebooks.extensions import population
 from tests.helpers import ROOT
 
-OF_NOTEBOOKS = [f"notebooks/{name}.md" for name in ("MANUAL", "README", "QUESTIONS")]
+NAMES = "MANUAL", "DOORS", "MEASURED", "README", "QUESTIONS", "COURSE"
+OF_NOTEBOOKS = [f"notebooks/{name}.md" for name in NAMES]
 PAGES = {path: (ROOT / path).read_text() for path in ("README.md", *OF_NOTEBOOKS)}
-README, MANUAL, *_ = PAGES.values()
+README, *MANUAL = list(PAGES.values())[:4]
+MANUAL = "\n".join(MANUAL)  # of three pages
 # those of the six examples are run in test_examples.py
 OTHERS = re.sub(r"\n#### Six examples\n.*?(?=\n#{1,4} )", "", README + MANUAL, flags=re.S)
 COMMANDS = re.findall(r"^ {4}((?:pip|python|torchrun|tensorboard) .*)", OTHERS, re.M)

@@ -213,7 +213,7 @@ def test_greedy_agents():
 @pytest.mark.parametrize("name", ["CartPole-v1", "tests.envs:Everything-v0", "Pendulum-v1"])
 def test_export(tmp_path, name):
     """What the manual's `export` writes computes what `Policy.step` does, exactly."""
-    manual = (ROOT / "notebooks" / "MANUAL.md").read_text()
+    manual = (ROOT / "notebooks" / "DOORS.md").read_text()
     codes = re.findall(r"```python\n(.*?)```", manual, re.S)
     (code,) = (code for code in codes if "def export" in code)
     names = {}

@@ -145,16 +145,27 @@ def assert_nothing_is_lost(c, rollouts):
         np.testing.assert_allclose(reward[mine][exact], expected[exact], rtol=1e-6)
 
 
-def run(sampler, duration, num_envs, num_steps, updates, inference_sec=0.0, learning_sec=0.0):
-    """Collect `updates` rollouts with a sampler, and learn from each for `learning_sec`. Returns
-    the number of steps that were learned from, the seconds that it took, and what happened when:
-    the steps (environment, begin, seconds) and the learning (begin, seconds)."""
+def run(
+    sampler,
+    duration,
+    num_envs,
+    num_steps,
+    updates,
+    inference_sec=0.0,
+    learning_sec=0.0,
+    learn=lambda rollout: None,
+):
+    """Collect `updates` rollouts with a sampler, and learn from each for `learning_sec`; `learn`
+    gets each of them. Returns the number of steps that were learned from, the seconds that it took,
+    and what happened when: the steps (environment, begin, seconds) and the learning (begin,
+    seconds)."""
     workers = VirtualWorkers(num_envs, duration, inference_sec=inference_sec)
     _, rollout, c = build(workers, num_envs, num_steps, IdlePolicy, sampler)
     phases = []
     learned_at = 0.0
     for c.version in range(updates):
         c.collect(rollout)
+        learn(rollout)
         if sampler == "async":  # collecting goes on as soon as the learner has taken the rollout
             workers.now = max(workers.now, learned_at)
         phases.append((workers.now, learning_sec))

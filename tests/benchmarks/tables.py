@@ -23,7 +23,7 @@ from PIL import Image
 from notebooks import draw
 from notebooks.extensions import play
 
-PAGES = ROOT / "README.md", ROOT / "notebooks" / "MANUAL.md"
+PAGES = [ROOT / f"{name}.md" for name in ("README", "notebooks/MANUAL", "notebooks/MEASURED")]
 MARKS = re.compile(r"(<!-- results: ([\w-]+) -->\n).*?(<!-- end of results -->)", re.DOTALL)
 PICTURES = ROOT / "notebooks" / "pictures"
 
@@ -83,7 +83,7 @@ def tasks_table():
         shown = ["success", "spl"] if task.env_id == "pointnav" else ["return"]
         rows.append([task.described, *found_cells(name, shown)])
     lines = table(["task", "seeds", "evaluation: mean (lowest to highest)"], rows)
-    commands_are = "[these commands](notebooks/MANUAL.md#commands-of-the-first-table)"
+    commands_are = "[these commands](notebooks/MEASURED.md#commands-of-the-first-table)"
     footer = f"200 episodes for each seed, by {commands_are}. {measured_at(learn.TASKS)}"
     return [*lines, "", footer]
 
@@ -236,6 +236,14 @@ def feed_forward_table(kept):
     return table(["", *head], rows)
 
 
+def uneven_table(kept):
+    """Steps per second of every sampler on the simulators of `efficiency`."""
+    rows = []
+    for task, sps in kept["found"].items():
+        rows.append([f"{task}: steps/s", *(spread(rates) for rates in sps.values())])
+    return table(["", *in_code(sps)], rows)
+
+
 def latency_table(kept):
     """What is left of the rate that the simulators' sleeping allows."""
     head = ["simulators that sleep 20 ms a step", "share of what the sleeping allows"]
@@ -350,6 +358,7 @@ OF_FILES = {  # name: what makes the table, of which files
     "evolution": (populations_table, *(f"evolution-{task}" for task in learn.POPULATIONS)),
     "samplers": (samplers_table, "samplers"),
     "feed-forward": (feed_forward_table, "feed-forward"),
+    "uneven": (uneven_table, "uneven"),
     "latency": (latency_table, "latency"),
     "parts": (parts_table, "parts"),
     "ranks": (ranks_table, "ranks"),
