@@ -488,7 +488,7 @@ class Rollout(Shared):
         action = spec.action_dtype, (spec.action_dims,)
         columns = [
             ("env", int),
-            ("segment", int),  # which steps belong together: equal to `env`, except with `async`
+            ("segment", int),  # which belong together: `env`, unless rollouts are mixed
             ("version", int),  # of the policy that chose the action
             ("first", bool),  # first step of an episode: the memory was reset before it
             ("prev_action", *action),

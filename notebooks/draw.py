@@ -42,7 +42,7 @@ TRAINERS = {  # of tests/benchmarks/peers.py
 ROUNDED = {"precision": 4, "suppress": True, "threshold": 12, "edgeitems": 4}  # as printed
 SAMPLERS = {"sync": GREY, "nover": ORANGE, "ver": BLUE, "async": PURPLE}
 IN_FLIGHT = "in flight when learning begins: counts for the next rollout"
-HATCHES = {"learning": "////", IN_FLIGHT: "\\\\\\\\"}  # bars differ in grey, too
+HATCHES = {"learning": HATCH, IN_FLIGHT: "\\\\\\\\"}  # bars differ in grey, too
 
 
 def setup():
@@ -110,18 +110,13 @@ def check(answer, right, tolerance=1e-6):
     """Print whether the reader's answer to an exercise is right, and if not, why: a wrong one must
     not stop *Run all*. An answer may also be a function without arguments that finds it. `None`, or
     a list of nothing else, is not an answer yet."""
-    try:
-        answer = answer() if callable(answer) else answer
-    except Exception:
-        print(f"exercise: not yet: your code raises\n{traceback.format_exc()}")
-        return
-    parts = answer if isinstance(answer, list) and answer else [answer]
-    if all(part is None for part in parts):
-        print("exercise: no answer yet")
-        return
-    why = fault(answer, right, tolerance)
-    advice = "think again, the solution is below"
-    print(f"exercise: not yet: {why}; {advice}" if why else "exercise: right")
+
+    def fault_of():
+        found = answer() if callable(answer) else answer
+        parts = found if isinstance(found, list) and found else [found]
+        return None if all(part is None for part in parts) else fault(found, right, tolerance)
+
+    check_cases(fault_of, [()])
 
 
 def check_cases(fault_of, cases):
