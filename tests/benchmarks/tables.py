@@ -108,11 +108,9 @@ def published_table():
     """What others have published, beside what was measured here."""
     rows = []
     for name, task in learn.PUBLISHED.items():
-        _, _, own = draw.load_result(name)["command"].partition(" --total-timesteps ")
-        _, _, options = own.partition(" ")  # after the steps
         seeds, cells = found_cells(name, ["return"])
         cells = cells.removeprefix("return ")
-        options = f"`{options}`" if options else ""
+        options = f"`{task.options}`" if task.options else ""
         rows.append([task.described, options, seeds, cells, task.published])
     head = ["task, steps", "options", "seeds", "evaluation", "published"]
     return [*table(head, rows), "", measured_at(learn.PUBLISHED)]
