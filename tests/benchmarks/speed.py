@@ -327,6 +327,7 @@ NETWORKS = {  # ours, habitat-baselines'
     "resnet18": ("--policy resnet18", "PointNavResNetPolicy"),
 }
 ALONE = {"OMP_NUM_THREADS": "1", **QUIET}
+OURS_IN_HABITAT = {"VER": "", "`overlap`": "--extensions overlap"}
 OURS = "--env-id pointnav --device cpu --num-envs 4 --num-steps 32 --hidden-size 512"
 OURS += " --num-minibatches 2 --eval-episodes 0 --env-kwargs simulator=habitat image_size=128"
 
@@ -340,16 +341,11 @@ def habitat(args):
         "habitat.environment.max_episode_steps": 100,
         "~habitat.task.actions.stop": "",  # taken away
     }
-    ours = {
-        "ver": "",
-        "overlap": "--extensions overlap",
-        "overlap, one worker": "--extensions overlap --num-workers 1",
-    }
     variants = {}
     for network, (policy, theirs) in NETWORKS.items():
         steps = args.steps if network == "cnn" else args.steps // 3
         variants[f"{network} baselines"] = functools.partial(measure_theirs, theirs, steps, task)
-        for name, how in ours.items():
+        for name, how in OURS_IN_HABITAT.items():
             flags = " ".join([OURS, *(f"'{key}={value}'" for key, value in task.items())])
             flags += f" {policy} {how} --total-timesteps {steps}"
             variants[f"{network} {name}"] = functools.partial(measure_ours, flags)

@@ -17,6 +17,7 @@ import learn
 import matplotlib
 import matplotlib.pyplot as plt
 import numpy as np
+import speed
 from harness import ROOT, SAMPLERS, spread, ver_ppo
 from PIL import Image
 
@@ -313,6 +314,22 @@ def peers_table(kept):
     return table(head, rows)
 
 
+def habitat_table(kept):
+    """Steps per second in Habitat, and how many times as fast as habitat-baselines."""
+    rows = []
+    for network, words in {"cnn": "small CNN", "resnet18": "ResNet18"}.items():
+        theirs = np.array([results[f"{network} baselines"]["sps"] for results in kept["found"]])
+        sps = [spread(theirs)]
+        ratios = ["1"]
+        for name in speed.OURS_IN_HABITAT:
+            own = np.array([results[f"{network} {name}"]["sps"] for results in kept["found"]])
+            sps.append(spread(own))
+            ratios.append(spread(own / theirs, 2))
+        rows.append([f"{words}: steps/s", *sps])
+        rows.append([f"{words}: ratio", *ratios])
+    return table(["", "habitat-baselines", *speed.OURS_IN_HABITAT], rows)
+
+
 def gpu_table(kept):
     """What every variant does on a GPU."""
     rows = []
@@ -364,6 +381,7 @@ OF_FILES = {  # name: what makes the table, of which files
     "peers": (peers_table, "peers"),
     "peers-computes": (peers_table, "peers-computes"),
     "peers-sleeps": (peers_table, "peers-sleeps"),
+    "habitat": (habitat_table, "habitat"),
 }
 if (draw.RESULTS / "gpu.json").exists():
     OF_FILES["gpu"] = (gpu_table, "gpu")
