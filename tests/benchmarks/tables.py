@@ -5,7 +5,6 @@ none of these figures is typed. Seconds.
                                        <!-- end of results -->, draws the pictures
     tables.py --check                  writes nothing; says whether the tables are up to date
     tables.py film RUN_FOLDER          draws agent.gif: what a trained PointNav agent does
-    tables.py curves RUN_FOLDER        draws habitat.png: what a run has learned
 """
 
 import itertools
@@ -463,31 +462,16 @@ def film(run):
     frames[0].save(PICTURES / "agent.gif", optimize=True, **more)
 
 
-def curves(run):
-    """Distance to the goal, and success and SPL, against steps."""
-    found = harness.Trained(run).curves
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3), layout="constrained")
-    for axis, names in zip(axes, (("distance_to_goal",), ("success", "spl"))):
-        for line, name in zip(draw.LINES, names):
-            steps, values, _ = found[f"metrics/{name}"]
-            axis.plot(steps / 1e6, values, linestyle=line, lw=1.2, label=draw.in_words(name))
-        axis.set(xlabel="million steps", ylim=(0, None))
-        axis.legend(frameon=False)
-    axes[0].set(ylabel="m at the end of an episode")
-    figure.suptitle("Habitat: mean of the last 100 training episodes")
-    figure.savefig(PICTURES / "habitat.png", dpi=100)
-
-
 if __name__ == "__main__":
     parser = harness.command_line(__doc__)
-    parser.add_argument("what", nargs="?", choices=("film", "curves"))
-    parser.add_argument("run", nargs="?", help="a run folder, for film and curves")
+    parser.add_argument("what", nargs="?", choices=["film"])
+    parser.add_argument("run", nargs="?", help="film: a run folder")
     parser.add_argument("--check", action="store_true", help="write nothing")
     args = parser.parse_args()
     matplotlib.use("Agg")
     draw.setup()
     if args.what:
-        {"film": film, "curves": curves}[args.what](args.run)
+        film(args.run)
     elif args.check:
         wrong = check_tables()
         print(*(wrong or ["the tables are up to date"]), sep="\n")
