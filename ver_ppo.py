@@ -2150,7 +2150,8 @@ class Run:
     def learning(self):
         """Around the learning of one update: sets the number of threads, takes the time. Yields a
         dictionary to log. On busy cores, threads that wait for each other are slower than one
-        alone; so there is one for the next 30 updates if this one had to wait for its core."""
+        alone; so there is one for the next 30 updates if this one had to wait for its core for a
+        tenth of the time (for its own workers, which finish their steps, it waits less)."""
         began_at = time.perf_counter()
         delay_sec = -run_delay_sec()
         logs = {}
@@ -2161,7 +2162,7 @@ class Run:
         yield logs
         learning_sec = time.perf_counter() - began_at
         delay_sec += run_delay_sec()
-        self.crowded = 30 if delay_sec > 0.05 * learning_sec else max(0, self.crowded - 1)
+        self.crowded = 30 if delay_sec > 0.1 * learning_sec else max(0, self.crowded - 1)
         logs["time/learning_sec"] = learning_sec
 
     def log(self, rollout, logs):
