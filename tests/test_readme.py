@@ -19,8 +19,8 @@ from tests.helpers import ROOT
 NAMES = "MANUAL", "DOORS", "MEASURED", "README", "QUESTIONS", "COURSE"
 OF_NOTEBOOKS = [f"notebooks/{name}.md" for name in NAMES]
 PAGES = {path: (ROOT / path).read_text() for path in ("README.md", *OF_NOTEBOOKS)}
-README, *MANUAL = list(PAGES.values())[:4]
-MANUAL = "\n".join(MANUAL)  # of three pages
+README = PAGES["README.md"]
+MANUAL = "\n".join(PAGES[path] for path in OF_NOTEBOOKS[:3])  # it has three pages
 # those of the six examples are run in test_examples.py
 OTHERS = re.sub(r"\n#### Six examples\n.*?(?=\n#{1,4} )", "", README + MANUAL, flags=re.S)
 COMMANDS = re.findall(r"^ {4}((?:pip|python|torchrun|tensorboard) .*)", OTHERS, re.M)
