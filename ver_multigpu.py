@@ -44,7 +44,7 @@ import torch
 import torch.distributed as dist
 
 import ver_ppo
-from ver_ppo import Collector, EnvironmentFailure, Interrupted, UserError
+from ver_ppo import Collector, EnvironmentFailure, Interrupted, RunFolder, UserError
 
 # ---------------------------------------------------------------------------------------- Options
 
@@ -139,6 +139,10 @@ class Ranks:
         for tensor, part in zip(tensors, parts):
             tensor.copy_(part.view_as(tensor))
 
+    def broadcast(self, tensor):
+        """Overwrite a tensor with that of rank 0."""
+        self.call(dist.broadcast, tensor.data, 0)  # COLLECTIVE
+
     def gather(self, thing=None):
         """The `thing` of every rank, in order of rank."""
         things = [None] * self.size
@@ -154,7 +158,16 @@ class Ranks:
     def count(self, rollout, more):
         """Add to the counter of a rollout, which all ranks see at any time, and return it. Not a
         collective."""
-        return self.call(self.store.add, f"start {self.start} rollout {rollout}", more)
+        return self.call(self.store.add, self.counter(rollout), more)
+
+    def counter(self, rollout):
+        """The key of a rollout's counter in the store."""
+        return f"start {self.start} rollout {rollout}"
+
+    def forget(self, rollout):
+        """Delete the counter of a rollout that all ranks have left."""
+        if self.rank == 0:
+            self.call(self.store.delete_key, self.counter(rollout))
 
     def close(self):
         """Part from the others, once."""
@@ -264,7 +277,7 @@ def fill_up(learned, newest, rollout):
     oldest_first = np.roll(np.arange(learned.capacity), -newest)
     learned.copy(rest, learned, oldest_first[rollout.rows :])
     learned.copy(fresh, rollout, fresh)
-    learned.segment[rest] = learned.num_envs + learned.env[rest]
+    learned["segment"][rest] = learned.num_envs + learned["env"][rest]
 
 
 # ------------------------------------------------------------------------------------------ Train
@@ -305,17 +318,16 @@ class RankRun(ver_ppo.Run):
             on_failure.pop_all()
         if self.ranks.rank:  # weights were drawn alike; environments and actions are not
             seed = ver_ppo.derive_seed(SEED_OF_RANK, options.seed, self.ranks.rank)
-            self.options = replace(options, seed=seed)
+            self.options = replace(self.options, seed=seed)
 
     def open_folder(self):
-        if self.ranks.rank == 0:
-            super().open_folder()
-            # where to go on if torchrun starts us again
-            self.ranks.store.set(FOLDER_KEY, str(self.folder))
-            return
-        self.folder = None
-        self.bar = ver_ppo.tqdm(disable=True)
-        self.bar.write = lambda text: None
+        """Rank 0 makes the folder; on the other ranks it is silent."""
+        if self.ranks.rank:
+            return RunFolder(self.options, self.step, silent=True)
+        folder = super().open_folder()
+        # where to continue if torchrun starts the ranks again
+        self.ranks.store.set(FOLDER_KEY, str(folder.path))
+        return folder
 
     def close(self):
         super().close()
@@ -357,7 +369,7 @@ class RankRun(ver_ppo.Run):
         if self.options.preemption == "optimal":
             news = rows - self.counted
         self.counted = rows
-        total = self.ranks.count(self.update, news)
+        total = self.ranks.count(self.version, news)
         self.preempted = total >= self.limit and rows >= self.min_steps
         self.other_stopped = total >= STOP
 
@@ -372,13 +384,13 @@ class RankRun(ver_ppo.Run):
         except EnvironmentFailure as error:
             failure = EnvironmentFailure(f"rank {self.ranks.rank}: {error}")
         if failure:
-            self.ranks.count(self.update, STOP)
+            self.ranks.count(self.version, STOP)
         self.ranks.agree(failure)
         return rollout
 
-    def add_returns(self, rollout):
-        """As Run.add_returns; if ranks are preempted, what is learned from is filled up."""
-        super().add_returns(rollout)
+    def advantages(self, rollout):
+        """As Run.advantages. With preemption, the steps to learn from are filled up to S."""
+        super().advantages(rollout)
         if self.options.preemption == "none":
             return rollout
         if not self.learned:  # the first rollout is never preempted
@@ -389,45 +401,66 @@ class RankRun(ver_ppo.Run):
         self.newest = rollout.rows
         return self.learned
 
-    def describe(self, rollout, logs):
+    def update(self, rollout):
+        """As Run.update. Afterwards all ranks have the buffers of rank 0, too."""
+        logs = super().update(rollout)
+        for buffer in self.policy.buffers():
+            self.ranks.broadcast(buffer)
+        return logs
+
+    def combine(self, rollout, logs):
         """Steps, logs and episodes of all ranks; then all ranks decide alike when the next rollout
         ends."""
         options = self.options
-        own = super().describe(rollout, logs)
+        own = super().combine(rollout, logs)
         parts = self.ranks.gather((*own, step_seconds(rollout, options.quota)))
+        self.ranks.forget(self.version)
         steps_R, logs_R, episodes_R, step_sec_RN = zip(*parts)
-        reduce = {"_min": min, "_max": max}  # of the others, means
-        logs = {}
-        for name in logs_R[0]:
-            logs[name] = reduce.get(name[-4:], np.mean)([part[name] for part in logs_R])
-        rollout_sec = max(part["time/rollout_sec"] for part in logs_R)
-        logs["ranks/rollout_sec"] = rollout_sec
+        logs = reduce_logs(logs_R)
+        logs["ranks/rollout_sec"] = max(part["time/rollout_sec"] for part in logs_R)
         logs["ranks/predicted_sec"] = self.predicted_sec
         if options.preemption != "none":
             logs["ranks/stale_share"] = 1 - sum(steps_R) / options.rollout_steps / len(steps_R)
-        decision = NO_LIMIT, 0.0
-        if options.preemption == "threshold":
-            decision = threshold_preemption(self.ranks.size, options.sync_frac), 0.0
-        elif options.preemption == "optimal" and self.step > self.first_step:
-            # not in the first rollout, in which environments start
-            variable = options.sampler == "ver"
-            times = np.array(step_sec_RN)
-            learning_sec = logs["time/learning_sec"]
-            decision = optimal_preemption(times, options.num_steps, variable, learning_sec)
-        self.begin_rollout(*decision, rollout_sec)
+        decision = self.decide(np.array(step_sec_RN), logs["time/learning_sec"])
+        self.begin_rollout(*decision, logs["ranks/rollout_sec"])
         return sum(steps_R), logs, sum(episodes_R, [])
 
+    def decide(self, step_sec_RN, learning_sec):
+        """When the next rollout ends: at this count, after so many seconds."""
+        options = self.options
+        if options.preemption == "threshold":
+            return threshold_preemption(self.ranks.size, options.sync_frac), 0.0
+        # not by the first rollout, in which environments start
+        if options.preemption == "optimal" and self.step > self.first_step:
+            variable = options.sampler == "ver"
+            return optimal_preemption(step_sec_RN, options.num_steps, variable, learning_sec)
+        return NO_LIMIT, 0.0
+
     def save(self):
-        if self.ranks.rank == 0:
+        """As Run.save: rank 0 writes. Raises OSError on all ranks."""
+        failure = None
+        try:
             super().save()
-        self.saved_step = self.step
-        self.ranks.gather()  # or the first to leave would make torchrun end the one that writes
+        except OSError as error:
+            failure = error
+        # Otherwise torchrun kills the writing rank as soon as another rank exits.
+        self.ranks.agree(failure)
 
     def evaluate(self):
         """The ranks part, and rank 0 evaluates."""
         self.ranks.close()
         if self.ranks.rank == 0:
             super().evaluate()
+
+
+def reduce_logs(logs_R):
+    """The logs of all ranks as one: the least of a minimum, the largest of a maximum, and of all
+    others the mean."""
+    reduce = {"_min": min, "_max": max}
+    logs = {}
+    for name in logs_R[0]:
+        logs[name] = reduce.get(name[-4:], np.mean)([part[name] for part in logs_R])
+    return logs
 
 
 def check_gpus(ranks, options):
@@ -450,13 +483,13 @@ def check_gpus(ranks, options):
 def begin_alike(ranks, run):
     """Give all ranks the weights of rank 0. Raises UserError if they do not go on from the same
     step."""
-    if len(set(ranks.gather((run.step, run.update)))) > 1:
+    if len(set(ranks.gather((run.step, run.version)))) > 1:
         raise UserError(f"ranks have read different checkpoints of {run.options.resume}: try again")
-    for parameter in run.policy.parameters():
-        ranks.call(dist.broadcast, parameter.data, 0)  # COLLECTIVE
+    for tensor in run.policy.state_dict().values():
+        ranks.broadcast(tensor)
 
 
-train = functools.partial(ver_ppo.train, run_class=RankRun)
+launch = functools.partial(ver_ppo.launch, run_class=RankRun)
 
 
 def interrupted_run():
@@ -473,7 +506,7 @@ def interrupted_run():
     return ["--resume", str(folder)]
 
 
-def main(argv=None, kind=Options, train=train):
+def main(argv=None, kind=Options, launch=launch):
     """Command line, as ver_ppo.main. What all ranks of a machine would print, the first of them
     prints."""
     argv = sys.argv[1:] if argv is None else argv
@@ -484,7 +517,7 @@ def main(argv=None, kind=Options, train=train):
     err = io.StringIO() if local_rank else sys.stderr
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
-            return ver_ppo.main([*argv, *interrupted_run()], kind, train)
+            return ver_ppo.main([*argv, *interrupted_run()], kind, launch)
         except RankFailure as error:
             program = Path(sys.modules[kind.__module__].__file__).name
             print(f"{program}: {error}", file=sys.__stderr__)

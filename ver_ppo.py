@@ -1,12 +1,12 @@
 """VER: train a recurrent policy with Variable Experience Rollout and PPO (Wijmans et al. 2022).
 
 Simulators are slow and uneven, and a trainer that steps N of them in lock-step always waits for the
-slowest. VER does not: whichever environments have answered form the next inference batch, and a
-rollout ends when S = T x N steps (--num-steps times --num-envs) are complete, no matter which
-environments contributed how many. A step that is in flight at that moment counts for the rollout in
+slowest. VER does not: the environments that have answered form the next inference batch, and a
+rollout ends when S = T x N steps are complete (--num-steps times --num-envs), no matter how many
+each environment contributed. A step that is in flight at that moment counts for the rollout in
 which it is completed. The uneven experience is cut into mini-batches of equal size for a recurrent
-network, and fast environments are weighted down. With one learner and no extension, fewer than N
-steps of a rollout come from an older policy.
+network, and steps from fast environments are down-weighted. With one learner and no extension,
+fewer than N steps of a rollout come from an older policy.
 
     python ver_ppo.py --env-id pointnav            trains, shows its progress, evaluates
     python ver_ppo.py --help                       explains every option
@@ -14,34 +14,38 @@ steps of a rollout come from an older policy.
 
 The processes and what passes between them (section 2.1, figure 2 of the paper):
 
-      environment worker 0 ... W-1                  main process: collects and learns by turns
-    +---------------------------+  environments   +---------------------------------------------+
-    | take environments that    | ==============> | await_answers -> complete_steps -> act      |
-    | have actions, step each,  |  one pipe, all  |    ... until S steps are complete, then ... |
-    | write answers into rows   |  workers write  | add_returns -> sequences -> mini-batches    |
-    +---------------------------+                 |    -> PPO                                   |
-         |  rows  ^               <============== +---------------------------------------------+
-         v        |               a pipe each          | rows ^             ^ |            ^ |
-                                                       v      |             | v            | v
-    [ EnvIO: one row for each environment, shared memory ]   [ pending: N ] -> [ rollout: S rows ]
+      environment worker 0 ... W-1                     main process: collects and learns in turn
+    +-----------------------------+                  +-------------------------------------------+
+    | read the action in the row  | <== row numbers  | act: choose actions, write them into rows |
+    | step that environment       |                  |                                           |
+    | write the answer to the row | row numbers ==>  | await_answers: which rows have answers?   |
+    +-----------------------------+                  | complete_steps: move them to the rollout  |
+              ^ |                                    |   ... until S steps are complete, then    |
+      actions | | answers                            | add_advantages, mini-batches, PPO         |
+              | v                                    +-------------------------------------------+
+    [ EnvIO, shared memory:  ] -- answers ------------> [ pending: N ] -- complete --> [ rollout: ]
+    [ a row per environment  ] <- actions ------------- [   steps    ]    steps        [  S steps ]
+
+The numbers of the rows travel through pipes: one pipe to each worker, and one pipe back that all
+workers share. Actions, observations and rewards stay in shared memory.
 
 A *step* begins when inference chooses an action and sends it. From then on it is *in flight*, in
-its environment's row of `pending`, until the environment's answer (reward, whether the episode
-ended) is *taken*: then it is *complete*, and moves to the next free row of the rollout. Its
-environment gets the next action at once; or, where no more of its steps are wanted in this rollout,
-none until the next one: it is *idle*. The *version* of a policy is the number of updates before it.
-A *segment* is what one environment gave to a rollout, in time order. Cut where episodes begin,
-segments become *sequences*.
+its environment's row of `pending`, until the environment's answer arrives (reward, next
+observation, whether the episode ended). Then the step is *complete*, and moves to the next free row
+of the rollout. The environment gets its next action at once, unless this rollout wants no more of
+its steps. Then it is *idle* until the next rollout. The *version* of a policy is the number of
+updates before it. A *segment* is everything that one environment gave to a rollout, in time order.
+Cut where episodes begin, segments become *sequences*.
 
-Shapes, at least the first dimensions, stand in the names: N environments, S steps of a rollout,
+Names end in their shape, or in its first dimensions: N environments, S steps of a rollout,
 Q sequences, M steps of a mini-batch, B any batch (env_B: which B environments), H hidden units,
-L layers, F features, A dimensions of an action. action_BA is B x A, log_prob_B B numbers.
+L layers, F features, A dimensions of an action. action_BA is B x A, log_prob_B has B numbers.
 
-The file down to "End of the lesson" is VER: options, the training loop, then its parts in the order
+The file down to "End of the lesson" is VER: options, the training loop, and its parts in the order
 in which a step needs them. Each section after that adds something that a real run needs, can be
 read alone, and begins with a list of the functions that the lesson calls. Simulators, other
-networks, and other ways to collect come in by their names, from notebooks/ or from files of your
-own. Papers: VER; DD-PPO (Wijmans et al. 2020); Sample Factory (Petrenko et al. 2020).
+networks, and other ways to collect are loaded by name, from notebooks/ or from files of your own.
+Papers: VER; DD-PPO (Wijmans et al. 2020); Sample Factory (Petrenko et al. 2020).
 """
 
 import ast
@@ -69,6 +73,9 @@ from collections import deque
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Literal
+
+# before torch is imported, see Speed: bounds the time for which a learning thread spins
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import gymnasium as gym
 import numpy as np
@@ -167,56 +174,20 @@ class Options:
 # ------------------------------------------------------------------------------------------ Train
 
 
-def train(options, run_class=None):
-    """Train to --total-timesteps, save, evaluate. Returns the run folder.
+def train(run):
+    """Collect a rollout, compute its advantages, update the policy; repeat to --total-timesteps.
 
-    The only training loop there is: collect a rollout, find its returns, update, and log, which
-    adds the rollout's steps to `run.step`. Many GPUs and --extensions override members of the run.
-    In one process, these do no more than this (`Run` itself stands after the lesson):
-
-        training       around it all: yields `rollouts()`; saves at the end, whatever ended it
-        rollouts       the iterator inline_rollouts(self), which collects one whenever it is asked
-        collect        next(source); raises after a signal, which may leave a rollout empty
-        learning       around an update: measures its time; yields the dictionary that is logged
-        schedule       sets the learning rate, and returns it as a share of the initial one
-        add_returns    calls the function add_returns
-        average        nothing: a single process has nothing to average with
-        log            counts the rollout's steps, keeps numbers, writes checkpoints
-        make_optimizer, save, evaluate
-
-    `learned` is the rollout itself; with many GPUs, it may be filled up with earlier steps.
-    `update_statistics` is for encoders that normalize what they read; `decay`, the learning rate's
-    share, is also the weight that they give to what is new.
+    The only training loop there is. `run` has the policy, its optimizer and the counters, see `Run`
+    at the end of the lesson.
     """
-    extended_class = extend(run_class or Run, options)  # --extensions are mixed in
-    with contextlib.closing(extended_class(options)) as run:
-        with run.training() as source:
-            while run.step < options.total_timesteps:
-                rollout = run.collect(source)
-                with run.learning() as logs:
-                    decay = run.schedule()
-                    learned = run.add_returns(rollout)
-                    logs |= ppo_update(run.policy, run.optimizer, learned, options, run.average)
-                    update_statistics(run.policy, learned, decay, run.average)
-                run.log(rollout, logs)
-        run.evaluate()
-    return run.folder
-
-
-def decay_at(step, options):
-    """The share of --learning-rate that is left: a cosine from 1 to 0 (VER table A1)."""
-    progress = min(1.0, step / options.total_timesteps)
-    return 0.5 * (1 + math.cos(math.pi * progress))
-
-
-def build(options):
-    """What the trainer must know of the environment (`EnvSpec`), and a new policy: `Run` begins
-    with them."""
-    device = choose_device(options)
-    options = replace(options, device=str(device))
-    spec = describe_env(options)
-    torch.manual_seed(options.seed)
-    return spec, make_policy(spec, options).to(device)
+    with run.training() as source:  # saves at the end, whatever ends it
+        while run.step < run.options.total_timesteps:
+            rollout = run.collect(source)  # Collector.collect
+            with run.learning() as logs:
+                steps = run.advantages(rollout)  # add_advantages
+                logs |= run.update(steps)  # ppo_update
+            run.log(rollout, logs)
+    run.evaluate()
 
 
 # ----------------------------------------------------------------------------------------- Policy
@@ -232,10 +203,11 @@ def orthogonal(layer, gain=math.sqrt(2)):
 
 
 class LSTM(nn.LSTM):
-    """The core of a policy: what remembers. Any core has the same three members.
+    """The core of a policy: the part that remembers. Every core has these three members.
 
     The recurrent state of an environment is a tensor of `state_rows` x H numbers, all zero at an
-    episode's start; here first the hidden rows of all layers, then their cell rows.
+    episode's start. Here the hidden rows of all layers come first, then their cell rows.
+    `lstm_step` and `lstm_sequences`, in Speed, compute the same as `nn.LSTM`, faster on a CPU.
     """
 
     @property
@@ -245,15 +217,9 @@ class LSTM(nn.LSTM):
 
     def step(self, x_BF, state_B):
         """One step of B environments: output B x H and the state after it."""
-        hidden = []
-        cells = []
-        out_BH = x_BF
-        for layer, weights in enumerate(self.all_weights):  # nn.LSTM would take twice as long
-            memory = state_B[:, layer], state_B[:, self.num_layers + layer]
-            out_BH, cell_BH = torch.lstm_cell(out_BH, memory, *weights)
-            hidden.append(out_BH)
-            cells.append(cell_BH)
-        return out_BH, torch.stack(hidden + cells, dim=1)
+        memory = state_B.transpose(0, 1).split(self.num_layers)  # hidden and cell: L x B x H
+        out_BH, memory = lstm_step(self, x_BF, memory)
+        return out_BH, torch.cat(memory).transpose(0, 1)
 
     def sequences(self, x_MF, state_Q, batch_sizes):
         """All M steps of Q sequences, arranged as a PackedSequence: output M x H.
@@ -261,20 +227,12 @@ class LSTM(nn.LSTM):
         `state_Q` is the state before each sequence's first step, longest sequence first.
         """
         memory = state_Q.transpose(0, 1).contiguous().split(self.num_layers)
-        packed = PackedSequence(x_MF, batch_sizes)
-        # CPUs have a fast LSTM for sequences of equal length. Padding to it costs more than that
-        # gains where it makes more than about five times as many steps
-        padded_steps = len(batch_sizes) * int(batch_sizes[0])
-        if x_MF.device.type != "cpu" or padded_steps > 5 * len(x_MF):
-            out, _ = self(packed, memory)
-            return out.data
-        padded, length_Q = pad_packed_sequence(packed)
-        out, _ = self(padded, memory)
-        return pack_padded_sequence(out, length_Q).data
+        return lstm_sequences(self, PackedSequence(x_MF, batch_sizes), memory)
 
 
 class FeedForward(nn.Linear):
-    """In place of the LSTM, without memory: its state is empty, so nothing else has to know."""
+    """A layer without memory, in place of the LSTM. Its state is empty, so no other code needs to
+    know the difference."""
 
     state_rows = 0
 
@@ -288,17 +246,17 @@ class FeedForward(nn.Linear):
 
 
 class Critic(nn.Linear):
-    """The value head: B x H -> B values. Its linear layer predicts them in units of `scale`, the
-    typical size of returns, which `learning_units` keeps up to date. When the scale changes, so do
-    all values.
+    """The value head: B x H -> B values.
+
+    Its linear layer predicts values in units of `scale`, the typical size of returns, which
+    `update_value_scale` keeps up to date. The scale, and so every value, is 0 until a first reward
+    has been seen.
     """
 
     def __init__(self, hidden_size):
         super().__init__(hidden_size, 1)
         orthogonal(self, 1.0)
-        # 0, and so are all values, until a first reward is seen; a parameter, though it has no
-        # gradient, because it must go wherever the weights go
-        self.scale = nn.Parameter(torch.zeros(()), requires_grad=False)
+        self.register_buffer("scale", torch.zeros(()))
 
     def forward(self, core_BH):
         return self.scale * super().forward(core_BH).squeeze(-1)
@@ -307,29 +265,26 @@ class Critic(nn.Linear):
 class Policy(nn.Module):
     """Encoders, embedding of the previous action, core, action head and value head (VER section 4).
 
+    `spec` (`EnvSpec`) says what the environment gives and takes.
+
     Another policy needs what the trainer uses: `step`, `sequences`, `auxiliary_loss`,
     `state_shape`, `log_ent_coef`, and `critic`, a `Critic`, which gives its values. To change one
     part, override `make_encoders`, `make_core`, `heads` or `auxiliary_loss`.
-
-    `spec` (`EnvSpec`) says what an environment gives and takes: `observations`, the space of each
-    part by its name, `obs_fields`, (name, type, shape) of each, and `leaves`, which finds them in
-    an observation; `action`, the space of actions, `action_dims`, which is A, `action_dtype`, and
-    `choices`, the number of choices in each dimension, empty if actions are continuous; and
-    `episode_columns`: return, length and `metrics` of an episode.
     """
 
     def __init__(self, spec, options):
         super().__init__()
-        self.choices = spec.choices
+        self.choices = spec.choices  # in each dimension of the action; empty: it is continuous
         self.encoders = self.make_encoders(spec, options)
         self.features = sum(encoder.out_features for encoder in self.encoders)
         outputs = spec.action_dims
         if self.choices:
             tables = [nn.Embedding(1 + n, ACTION_FEATURES) for n in self.choices]  # 0: no action
             self.action_embedding = nn.ModuleList(tables)
-            # a row of logits for each dimension, as long as the longest; what it lacks is masked
-            missing = torch.arange(max(self.choices)) >= torch.tensor(self.choices)[:, None]
-            mask = torch.zeros(missing.shape).masked_fill(missing, -math.inf)
+            # A rows of logits, as long as the longest one needs; the mask hides the rest of a row
+            most = max(self.choices)
+            used = torch.arange(most) < torch.tensor(self.choices)[:, None]
+            mask = torch.full(used.shape, -math.inf).masked_fill(used, 0.0)
             self.register_buffer("mask", mask, persistent=False)
             outputs = mask.numel()
         else:
@@ -355,8 +310,8 @@ class Policy(nn.Module):
         return FeedForward(in_features, options.hidden_size)
 
     def embed(self, action_BA, unknown_B):
-        """Actions -> B x ACTION_FEATURES; where they are unknown, those of an extra choice (0), or
-        of an action of zeros."""
+        """Actions -> B x ACTION_FEATURES. An unknown action is a choice of its own (0), or a vector
+        of zeros."""
         if self.choices:
             token_BA = torch.where(unknown_B[:, None], 0, action_BA + 1)
             columns = zip(self.action_embedding, token_BA.unbind(1))
@@ -364,8 +319,8 @@ class Policy(nn.Module):
         return self.action_embedding(action_BA * ~unknown_B[:, None])
 
     def encode(self, obs, prev_action_BA, first_B):
-        """All that does not depend on memory -> B x in_features of the core. Where `first_B`, the
-        previous action is unknown."""
+        """Everything that does not depend on memory -> B x in_features of the core. Where
+        `first_B`, the previous action is unknown."""
         features = [encoder(obs) for encoder in self.encoders]
         return torch.cat([*features, self.embed(prev_action_BA, first_B)], dim=1)
 
@@ -382,8 +337,8 @@ class Policy(nn.Module):
     def step(self, obs, prev_action_BA, first_B, state_B):
         """One step of each of B environments: distribution, value_B and the state after the step.
 
-        `state_B` is zero where `first_B`: `observe` sees to that, so that the rollout stores the
-        very state that was used.
+        `state_B` must be zero where `first_B`. `Collector.observe` sees to that, so that the
+        rollout stores the very state that was used.
         """
         x_BF = self.encode(obs, prev_action_BA, first_B)
         core_BH, after_B = self.core.step(x_BF, state_B)
@@ -406,89 +361,84 @@ class Policy(nn.Module):
         return core_MH.new_zeros(())
 
 
-# ---------------------------------------------------------------------------------- Shared memory
+# ----------------------------------------------------------------------------------------- Tables
 
 
-class Shared:
-    """A table in memory that processes share: a numpy array of records, one for each row.
+class Table:
+    """Named columns of numbers: `table["reward"]` is a column, a numpy array of all rows.
 
-    Its columns are attributes: `io.reward` is the field `reward` of all rows. Pickling shares the
-    memory, but would copy the numpy views, so each process makes its own.
+    All columns lie in one block of memory, which processes can share.
     """
 
-    def __init__(self, count, columns):
+    def __init__(self, num_rows, columns):
         self.dtype = np.dtype(columns, align=True)
-        self.memory = torch.zeros(count * self.dtype.itemsize, dtype=torch.uint8)
+        self.memory = torch.zeros(num_rows * self.dtype.itemsize, dtype=torch.uint8)
+        self.make_view()
+
+    def make_view(self):
+        """Make `records`, the memory as a numpy array with one record for each row."""
+        self.records = self.memory.numpy().view(self.dtype)
+
+    def share(self):
+        """Move the memory to where other processes can see it, before they get the table. Raises
+        UserError if there is not enough."""
         share_memory([self.memory])
-        self.make_views()
+        self.make_view()
 
-    def make_views(self):
-        """Look at the memory as `table`, and at each of its columns under its own name."""
-        self.table = self.memory.numpy().view(self.dtype)
-        for name in self.dtype.names:
-            setattr(self, name, self.table[name])
+    def __getitem__(self, column):
+        return self.records[column]
 
-    def __getstate__(self):
-        views = {"table", *self.dtype.names}
-        return {name: value for name, value in vars(self).items() if name not in views}
+    def __getstate__(self):  # what is sent to another process: not the view, which would be copied
+        return {name: value for name, value in vars(self).items() if name != "records"}
 
     def __setstate__(self, state):
         vars(self).update(state)
-        self.make_views()
+        self.make_view()
 
 
-class EnvIO(Shared):
-    """One row for each environment: what it answered last, and the action it must take next.
+class EnvIO(Table):
+    """One row for each environment, in shared memory: its last answer, and its next action.
 
     A row belongs to the worker from the moment its number is sent down the worker's pipe until the
-    worker sends it back; otherwise to the process that collects. So no lock is needed: nobody reads
-    a row while it is being written.
+    worker sends the number back. Otherwise it belongs to the process that collects. So no lock is
+    needed: nobody reads a row while it is being written.
     """
 
     def __init__(self, spec, num_envs, first_episode=0):
         obs = np.dtype(spec.obs_fields, align=True)
         columns = [
-            ("obs", obs),  # a record with a field for each part
-            ("final_obs", obs),  # the last one of an episode, since the reset overwrites `obs`
+            ("obs", obs),  # what the environment shows now: a record with a field for each part
+            ("final_obs", obs),  # what an episode showed last, since the reset overwrites `obs`
             ("action", spec.action_dtype, (spec.action_dims,)),  # the one that was sent last
             ("first", bool),  # `obs` begins an episode
             ("reward", np.float32),
             ("terminated", bool),
             ("truncated", bool),
+            ("lost", bool),  # the environment has not taken the step, or crashed in it
             ("episode", int),  # number of the episode that `obs` belongs to
             ("episode_stats", float, (len(spec.episode_columns),)),  # of the last whole episode
             ("began_at", float),  # when the simulator started on its last step (perf_counter) ...
             ("step_sec", float),  # ... and how long it took, a reset included
         ]
         super().__init__(num_envs, columns)
-        self.episode[:] = first_episode
+        self.share()
+        self["episode"][:] = first_episode
 
 
-class Rollout(Shared):
-    """A table of steps: S complete ones in time order (VER section 2.2), or N pending ones by
-    environment. Observations and recurrent states are tensors on `device`; all else of a step is in
-    columns (shared, because extensions may collect in another process).
+class Steps(Table):
+    """A table of steps. Observations and recurrent states are tensors on `device`; all else is in
+    columns."""
 
-    It has room for `capacity` steps; its first `rows` are complete. (Of pending ones, `rows`,
-    `bootstrap` and `clock` are not used.)
-    """
-
-    def __init__(self, spec, capacity, num_envs, state_shape, device):
-        self.capacity = capacity
-        self.num_envs = num_envs
+    def __init__(self, spec, num_rows, state_shape, device):
         self.device = device
         self.obs = {}
         for key, kind, shape in spec.obs_fields:
-            self.obs[key] = torch.from_numpy(np.zeros((capacity, *shape), kind)).to(device)
-        self.state = torch.zeros(capacity, *state_shape, device=device)  # before the step
-        self.rows = 0
-        # of each segment: the value after its last step
-        self.bootstrap = np.zeros(num_envs, np.float32)
-        self.clock = (0.0, 0.0, 0.0)  # when collecting began and ended, seconds that it waited
+            self.obs[key] = torch.from_numpy(np.zeros((num_rows, *shape), kind)).to(device)
+        self.state = torch.zeros(num_rows, *state_shape, device=device)  # before the step
         action = spec.action_dtype, (spec.action_dims,)
         columns = [
+            # from inference
             ("env", int),
-            ("segment", int),  # which belong together: `env`, unless rollouts are mixed
             ("version", int),  # of the policy that chose the action
             ("first", bool),  # first step of an episode: the memory was reset before it
             ("prev_action", *action),
@@ -497,47 +447,68 @@ class Rollout(Shared):
             ("value", np.float32),
             ("inference_at", float),  # when its inference began (time.perf_counter) ...
             ("sent_at", float),  # ... and its action was sent
+            # from the environment's answer
             ("reward", np.float32),  # with gamma * V(final observation), if it was truncated
             ("done", bool),  # last step of an episode
+            ("lost", bool),  # the environment crashed: this step was made up
             ("episode_stats", float, (len(spec.episode_columns),)),  # where it is done
             ("began_at", float),  # when the simulator started on the step ...
             ("step_sec", float),  # ... and how long it took
+            # for learning
+            ("segment", int),  # which steps follow each other in time: those of an environment
             ("advantage", np.float32),
+            ("norm_advantage", np.float32),  # the same, normalized
             ("returns", np.float32),  # targets of the value
             ("weight", np.float32),  # in the loss
         ]
-        super().__init__(capacity, columns)
-
-    @property
-    def complete(self):
-        """The rows that are complete."""
-        return self.table[: self.rows]
+        super().__init__(num_rows, columns)
 
     def copy(self, row_B, other, other_B):
-        """Copy the rows `other_B` of another table of steps to the rows `row_B`."""
-        self.table[row_B] = other.table[other_B]
-        # `upload`, in Speed: numpy arrays -> tensors on a device
-        (to_B,) = upload([row_B], self.device)
-        (from_B,) = upload([other_B], other.device)
+        """Copy the rows `other_B` of another table of steps into the rows `row_B`."""
+        self.records[row_B] = other.records[other_B]
+        to_B = to_device(row_B, self.device)
+        from_B = to_device(other_B, other.device)
         mine = [*self.obs.values(), self.state]
         others = [*other.obs.values(), other.state]
         for target, source in zip(mine, others):
             target.index_copy_(0, to_B, source.index_select(0, from_B).to(self.device))
 
 
-# ---------------------------------------------------------------------------- Environment workers
+class Rollout(Steps):
+    """Room for S steps, `capacity`. The first `rows` of them are complete, in time order (VER
+    section 2.2)."""
 
-HAND_OVER_SEC = 0.002  # answers that together took less are sent in one write
-LATEST_SEC = 1.0  # after which what has been answered is sent, however few it is
+    def __init__(self, spec, capacity, num_envs, state_shape, device):
+        super().__init__(spec, capacity, state_shape, device)
+        self.capacity = capacity
+        self.num_envs = num_envs
+        self.rows = 0
+        # of each segment: the value of what follows its last step
+        self.bootstrap = np.zeros(num_envs, np.float32)
+        self.clock = (0.0, 0.0, 0.0)  # when collecting began and ended, seconds that it waited
+
+    @property
+    def complete(self):
+        """The records of the complete steps."""
+        return self.records[: self.rows]
+
+
+def to_device(array, device):
+    """A numpy array as a tensor on this device. On a CPU it shares the array's memory."""
+    return torch.from_numpy(array).to(device)
+
+
+# ---------------------------------------------------------------------------- Environment workers
 
 
 def send_numbers(pipe, numbers):
-    """One write of several numbers: atomic up to PIPE_BUF bytes, however many processes write."""
+    """Write several numbers at once: up to PIPE_BUF bytes stay together, even if other processes
+    write to the same pipe."""
     os.write(pipe.fileno(), array("i", numbers))
 
 
 def read_numbers(pipe):
-    """The numbers that lie in the pipe, at least one (waits for it); none at the pipe's end."""
+    """Block for at least one number; return all numbers in the pipe, or [] at end of file."""
     return array("i", os.read(pipe.fileno(), 1 << 16)).tolist()
 
 
@@ -555,77 +526,101 @@ class Environment:
         self.length = 0
 
     def answer(self):
-        """Start when asked for the first time, then step."""
-        if self.env is None:
-            self.start()
-        else:
-            self.step()
+        """Start when asked for the first time, then step. Raises EnvironmentFailure, which says
+        where the environment raised, or gave something that is not allowed."""
+        try:
+            if self.env is None:
+                self.start()
+            else:
+                self.step()
+        except (Exception, SystemExit) as error:
+            episode = self.io["episode"][self.number]
+            raise located(error, self.number, episode, self.length) from None
 
     def start(self):
-        """Make the environment. Of this answer, only `obs` and `first` matter."""
+        """Make the environment, and answer with its first observation. If it takes the place of one
+        that crashed in a step, the answer also ends that step."""
+        row = self.io.records[self.number]
+        if row["lost"]:
+            lose_step(row)
         self.env = make_env(self.options, self.split, self.number)
         self.reset()
 
     def reset(self):
         """Begin the next episode, from a seed of its own."""
-        self.io.episode[self.number] += 1
-        episode = self.io.episode[self.number]
+        row = self.io.records[self.number]
+        row["episode"] += 1
         # the split is a part of it, so that training and validation never share one
-        seed = derive_seed(self.split == "val", self.options.seed, self.number, episode)
-        observation, _ = self.env.reset(seed=seed)
+        numbers = self.split == "val", self.options.seed, self.number, row["episode"]
+        observation, _ = self.env.reset(seed=derive_seed(*numbers))
         self.length = 0
         self.total_reward = 0.0
-        self.write(self.io.obs, self.spec.leaves(observation))
-        self.io.first[self.number] = True
+        self.write(row["obs"], observation)
+        row["first"] = True
 
     def step(self):
         """Take the action that the row holds, write the answer there, reset if the episode ended.
 
-        The final observation of an episode is written apart, because the reset overwrites the row:
-        if it was truncated, the return goes on with the value of that observation. Every episode is
-        reset here, so an autoreset wrapper changes nothing.
+        The final observation of an episode is written to `final_obs`, because the reset overwrites
+        `obs`, and because the value of a truncated episode's end is computed from it. Every episode
+        is reset here, so an autoreset wrapper changes nothing.
         """
-        io = self.io
-        e = self.number
+        row = self.io.records[self.number]
         began_at = time.perf_counter()
-        action = to_env_action(self.spec.action, io.action[e])
+        action = to_env_action(self.spec.action, row["action"])
         self.length += 1  # before the step: if that raises, the error names the right step
         observation, reward, terminated, truncated, info = self.env.step(action)
         self.total_reward += float(reward)
-        io.reward[e] = reward
-        io.terminated[e] = terminated
-        io.truncated[e] = truncated and not terminated
-        io.first[e] = False
-        if terminated or truncated:
-            io.episode_stats[e] = [self.total_reward, self.length, *self.metrics(info)]
-            self.write(io.final_obs, self.spec.leaves(observation))
+        row["reward"] = check_reward(reward)
+        row["terminated"] = terminated
+        row["truncated"] = truncated and not terminated
+        row["first"] = False
+        ended = terminated or truncated
+        if ended:
+            metrics = [float(info[name]) for name in self.spec.metrics]
+            row["episode_stats"] = [self.total_reward, self.length, *metrics]
+        self.write(row["final_obs" if ended else "obs"], observation)
+        row["lost"] = False  # the step is in the row: a crash in the reset does not lose it
+        if ended:
             self.reset()
-        else:
-            self.write(io.obs, self.spec.leaves(observation))
-        io.began_at[e] = began_at
-        io.step_sec[e] = time.perf_counter() - began_at
+        row["began_at"] = began_at
+        row["step_sec"] = time.perf_counter() - began_at
 
-    def metrics(self, info):
-        """The environment's metrics, from the last info of an episode."""
-        return [float(info[name]) for name in self.spec.metrics]
-
-    def write(self, column, leaves):
-        """Copy a flat observation into this environment's row of `obs` or `final_obs`."""
+    def write(self, record, observation):
+        """Copy an observation into a record of the row. Raises BadAnswer if it is not in the
+        observation space."""
+        leaves = self.spec.leaves(observation)
+        check_shapes(leaves, self.spec)
         for key, leaf in leaves.items():
-            column[key][self.number] = leaf
+            record[key] = leaf
+        check_numbers(leaves, record, self.spec)
 
     def close(self):
-        """Close the environment, if there is one."""
-        if self.env is not None:
-            self.env.close()
+        """Close the environment, if there is one. An error is printed, and changes nothing."""
+        try:
+            if self.env is not None:
+                self.env.close()
+        except (Exception, SystemExit) as error:
+            tell(f"environment {self.number}: close() raised {error!r}")
+        self.env = None
+
+
+def is_due(num_answered, num_environments, sec):
+    """Whether a worker sends the answers that it has before it steps the rest.
+
+    After 2 ms, if half of its environments have answered: inference then computes their next
+    actions while the worker steps the other half, which is double-buffered sampling (Sample
+    Factory, section 3.2). After a second, however few have answered; otherwise the worker would
+    seem to hang.
+    """
+    return sec > 1.0 or (sec > 0.002 and 2 * num_answered >= num_environments)
 
 
 def env_worker(inbox, outbox, environments):
-    """Body of a worker process: let these environments answer whenever they are asked to.
+    """Body of a worker process: step the environments whose numbers arrive in the inbox, and send
+    the numbers of those that have answered to the outbox.
 
-    Ends at the end of the pipe, when the process that collects closes it or dies. With several
-    environments this is double-buffered sampling (Sample Factory, section 3.2): while the actions
-    of one half are computed, the worker steps the other.
+    Ends at the end of the inbox, when the process that collects closes it or dies.
     """
     torch.set_num_threads(1)
     while asked := read_numbers(inbox):
@@ -635,42 +630,43 @@ def env_worker(inbox, outbox, environments):
             for e in asked:
                 environments[e].answer()
                 answered.append(e)
-                # hand over once half of them have answered and 2 ms have passed, so that inference
-                # has work while this worker goes on; after a second however few they are, or it
-                # would seem to hang; the rest at the end
-                half_done = 2 * len(answered) >= len(environments)
-                patience_sec = HAND_OVER_SEC if half_done else LATEST_SEC
-                if time.perf_counter() - since > patience_sec:
+                if is_due(len(answered), len(environments), time.perf_counter() - since):
                     send_numbers(outbox, answered)
                     answered = []
                     since = time.perf_counter()
-        finally:  # if one raises, those before it have answered (if none, nothing is written)
+        finally:  # if an environment raises, the ones before it have answered
             send_numbers(outbox, answered)
     for environment in reversed(environments.values()):  # the first one's OpenGL context last
         environment.close()
 
 
 class Workers:
-    """The worker processes, seen from the process that collects. Environments go out by `send`,
-    when actions for them are in place (at first: when they must start), and come back by
-    `receive`."""
+    """The worker processes, seen from the process that collects.
+
+    `send` lets environments answer, once their actions are in the table; at first it lets them
+    start. `receive` returns the environments that have answered. A worker that dies or hangs is
+    replaced (`Supervisor`).
+    """
 
     def __init__(self, environments, num_workers):
         self.environments = environments
         self.num_workers = num_workers
         self.context = process_context()
-        self.asked_N = np.zeros(len(environments), bool)  # who owes an answer, for Supervision
+        self.asked_N = np.zeros(len(environments), bool)  # environments that owe an answer
         self.answers, self.outbox = self.context.Pipe(duplex=False)
+        self.poll = select.poll()
+        self.poll.register(self.answers, select.POLLIN)
         self.pipes = [self.context.Pipe(duplex=False) for _ in range(num_workers)]
+        self.supervisor = Supervisor(environments[0].options, num_workers)
         self.processes = [self.start(worker) for worker in range(num_workers)]
         self.send(np.arange(len(environments)))
 
-    def start(self, worker, body=env_worker):
-        """Start a worker's process: it has every W-th environment. (Another body: Supervision.)"""
+    def start(self, worker):
+        """Start a worker's process, `env_worker`: it has every W-th environment."""
         mine = {each.number: each for each in self.environments[worker :: self.num_workers]}
         inbox, _ = self.pipes[worker]
-        arguments = (inbox, self.outbox, mine)
-        process = self.context.Process(target=body, args=arguments, daemon=True)
+        arguments = inbox, self.outbox, mine
+        process = self.context.Process(target=guarded_worker, args=arguments, daemon=True)
         process.start()
         return process
 
@@ -684,7 +680,12 @@ class Workers:
 
     def receive(self, timeout_sec):
         """Numbers of the environments that have answered; [] if none does within this time."""
-        ready, _, _ = select.select([self.answers], [], [], timeout_sec)
+        answered = self.read(timeout_sec)
+        return answered + self.supervisor.replace_failed(self, answered)
+
+    def read(self, timeout_sec):
+        """As `receive`, but nobody is replaced."""
+        ready = self.poll.poll(1000 * timeout_sec)
         answered = read_numbers(self.answers) if ready else []
         self.asked_N[answered] = False
         return answered
@@ -702,7 +703,7 @@ class Workers:
 
 
 class Collector:
-    """Collects rollouts with a policy, and remembers what passes from one to the next.
+    """Collects rollouts with a policy, and remembers what passes from one rollout to the next.
 
     `enough`: a function of the number of complete steps that says whether a rollout ends early:
     when the run must end (a signal), and with many GPUs, when waiting for this process costs too
@@ -717,13 +718,13 @@ class Collector:
         self.options = options
         self.enough = enough
         self.device = next(policy.parameters()).device
-        # each environment's step in flight, and whether there is one
-        self.pending = Rollout(spec, num_envs, num_envs, policy.state_shape, self.device)
-        self.pending.env[:] = range(num_envs)
-        self.pending.segment[:] = range(num_envs)
+        # row e: the step of environment e, if it has one in flight
+        self.pending = Steps(spec, num_envs, policy.state_shape, self.device)
+        self.pending["env"][:] = range(num_envs)
+        self.pending["segment"][:] = range(num_envs)
         self.in_flight_N = np.zeros(num_envs, bool)
         self.answered = []  # environments that have answered, not yet taken, in order of arrival
-        self.idle = np.arange(0)  # environments that were taken and got no action yet
+        self.idle = np.zeros(0, int)  # environments that were taken, but given no new action yet
         # recurrent state after each environment's latest action, its step complete or not
         self.state_N = torch.zeros(num_envs, *policy.state_shape, device=self.device)
         self.given_N = np.zeros(num_envs, int)  # steps that each has given to this rollout
@@ -733,30 +734,25 @@ class Collector:
 
     @torch.inference_mode()
     def collect(self, rollout):
-        """Collect a rollout until it `is_full` (VER section 2.2): exactly S steps, from whichever
-        environments deliver them; fewer only if `enough` says so.
+        """Collect exactly S steps, from whichever environments deliver them (VER section 2.2).
+        The rollout has fewer only if `enough` says so.
 
         Each pass: take the environments that have answered, complete their steps, choose and send
-        their next actions. An environment of which no more steps are wanted (the rollout is full;
-        `nover`, `sync`: it gave T) gets no action: it is idle until the next rollout, and its next
-        step is the new policy's. What is in flight at the end stays pending.
-
-        The returns need the value of what follows each environment's last step. Where the next
-        step is in flight, its value was computed when it was sent; for idle environments, it is
-        computed at the end, in one batch.
+        their next actions. An environment of which this rollout wants no more steps gets no action:
+        it is idle until the next rollout, and its next step is the new policy's. That happens when
+        the rollout is full, and with `nover` and `sync` when the environment has given T steps.
+        Steps in flight at the end stay pending.
         """
         began_at = time.perf_counter()
         rollout.rows = 0
         self.given_N[:] = 0
         self.waited_sec = 0.0
-        idle_B = self.idle
-        self.idle = np.arange(0)
-        self.act(idle_B)
-        full = self.is_full(rollout)  # `enough` may hold at once
+        self.act(self.idle)
+        self.idle = np.zeros(0, int)
+        full = self.is_full(rollout)
         while not full:
-            env_B = self.await_answers(rollout.capacity - rollout.rows, rollout.rows)
-            # the others answered with their first observation: no step to complete
-            acted_B = env_B[self.in_flight_N[env_B]]
+            env_B = self.await_answers(room=rollout.capacity - rollout.rows)
+            acted_B = env_B[self.in_flight_N[env_B]]  # the others have just started: no step yet
             row_B = rollout.rows + np.arange(len(acted_B))
             self.complete_steps(rollout, acted_B, row_B)
             rollout.rows += len(acted_B)
@@ -764,26 +760,26 @@ class Collector:
             wanted_B = (self.given_N[env_B] < self.options.quota) & (not full)
             self.act(env_B[wanted_B])
             self.idle = np.append(self.idle, env_B[~wanted_B])
-        # a step in flight starts from the observation after its environment's last complete step:
-        # the value that was stored with it is the bootstrap value
-        rollout.bootstrap[:] = self.pending.value
-        if len(self.idle):
-            rollout.bootstrap[self.idle] = self.value_of(self.idle)
+        rollout.bootstrap[:] = self.bootstrap_values()
         rollout.clock = (began_at, time.perf_counter(), self.waited_sec)
 
     def is_full(self, rollout):
         """Whether the rollout ends here: it has S steps, or `enough` says so."""
         return rollout.rows == rollout.capacity or self.enough(rollout.rows)
 
-    def await_answers(self, room, rows=0):
+    def await_answers(self, room):
         """Dynamic batching (VER section 2.1): take all environments that have answered, at least
-        one, in order of arrival; but `room` of them at most, the others stay in flight. `sync`
-        waits for every environment. Takes none if `enough(rows)` becomes true first."""
+        one, in order of arrival.
+
+        At most `room` of them are taken; the steps of the others stay in flight. `sync` waits for
+        every environment. Takes none if too few answer within 50 ms, so that a caller can ask
+        whether to go on waiting.
+        """
         needed = self.options.num_envs if self.options.sampler == "sync" else 1
         began_at = time.perf_counter()
         self.answered += self.workers.receive(0)
-        while len(self.answered) < needed and not self.enough(rows):
-            self.answered += self.workers.receive(0.05)  # short, so that `enough` is asked again
+        if len(self.answered) < needed:
+            self.answered += self.workers.receive(0.05)
         self.waited_sec += time.perf_counter() - began_at
         if len(self.answered) < needed:
             return np.zeros(0, int)
@@ -791,89 +787,100 @@ class Collector:
         self.answered = self.answered[room:]
         return env_B
 
-    def observe(self, env_B, final=False):
-        """What the policy acts on in these environments: their numbers, as a tensor, and the
-        arguments of `Policy.step`. With `final`, at the end of a truncated episode instead of at
-        the start of the next one."""
-        shown = self.io.final_obs if final else self.io.obs
-        # with `final`, io.first describes the next episode already
-        first_B = self.io.first[env_B] & (not final)
-        arrays = [env_B, self.pending.action[env_B], first_B]  # the last action that was sent
-        arrays += [shown[key][env_B] for key in shown.dtype.names]
-        # as tensors on the policy's device; index_B: env_B there
-        index_B, prev_action_BA, first_B, *parts = upload(arrays, self.device)
-        obs = dict(zip(shown.dtype.names, parts))
-        state_B = self.state_N[index_B] * ~first_B[:, None, None]
-        return index_B, (obs, prev_action_BA, first_B, state_B)
+    def observe(self, env_B, obs, first_B):
+        """The arguments of `Policy.step` for these environments: observation, previous action,
+        whether an episode begins, recurrent state.
 
-    def value_of(self, env_B, final=False):
-        """The policy's values of what these environments show now (or showed at the end)."""
-        _, inputs = self.observe(env_B, final)
-        _, value_B, _ = self.policy.step(*inputs)
-        return value_B.cpu().numpy()
+        `obs` is the column of EnvIO from which the observations are taken.
+        """
+        shown = {key: to_device(obs[key][env_B], self.device) for key in obs.dtype.names}
+        # `pending` still holds the action before this one
+        prev_action_BA = to_device(self.pending["action"][env_B], self.device)
+        first_B = to_device(first_B, self.device)
+        state_B = self.state_N[to_device(env_B, self.device)]
+        return shown, prev_action_BA, first_B, state_B * ~first_B[:, None, None]
 
     def act(self, env_B):
         """Choose the next actions of these environments, remember the steps as pending, and send
         the actions."""
         if not len(env_B):
             return
+        io = self.io
         pending = self.pending
-        pending.inference_at[env_B] = time.perf_counter()
-        index_B, inputs = self.observe(env_B)
+        pending["inference_at"][env_B] = time.perf_counter()
+        inputs = self.observe(env_B, io["obs"], io["first"][env_B])
         distribution, value_B, after_B = self.policy.step(*inputs)
         action_BA = distribution.mode if self.greedy else distribution.sample()
         log_prob_B = distribution.log_prob(action_BA)
-        # one download; float32 is exact for choices up to 2**24
+        # one copy from the device; float32 is exact for choices up to 2**24
         chosen = torch.column_stack([log_prob_B, value_B, action_BA.float()]).cpu().numpy()
 
         obs, _, _, state_B = inputs
+        index_B = to_device(env_B, self.device)
         for key, part in obs.items():
             pending.obs[key][index_B] = part
         pending.state[index_B] = state_B
-        pending.first[env_B] = self.io.first[env_B]
-        pending.prev_action[env_B] = pending.action[env_B]  # not overwritten yet
-        pending.log_prob[env_B] = chosen[:, 0]
-        pending.value[env_B] = chosen[:, 1]
-        pending.action[env_B] = chosen[:, 2:]
-        pending.version[env_B] = self.version
+        pending["first"][env_B] = io["first"][env_B]
+        pending["prev_action"][env_B] = pending["action"][env_B]
+        pending["log_prob"][env_B] = chosen[:, 0]
+        pending["value"][env_B] = chosen[:, 1]
+        pending["action"][env_B] = chosen[:, 2:]
+        pending["version"][env_B] = self.version
         self.state_N[index_B] = after_B
         self.in_flight_N[env_B] = True
 
-        self.io.action[env_B] = pending.action[env_B]
-        pending.sent_at[env_B] = time.perf_counter()
+        io["action"][env_B] = pending["action"][env_B]
+        io["lost"][env_B] = True  # until the environment has taken the step
+        pending["sent_at"][env_B] = time.perf_counter()
         self.workers.send(env_B)
 
     def complete_steps(self, rollout, env_B, row_B):
         """The answers of these environments complete their pending steps, which move to the rows
         `row_B` of the rollout.
 
-        In-flight carry-over (VER section 2.2) is nothing more than this: a pending step may have
-        been sent in an earlier rollout, by an older policy. It keeps the action, log-probability,
-        value and version that it was sent with (PPO divides by that old probability), and it counts
-        for the rollout in which it is completed. So nothing that was simulated is lost.
+        This is all there is to in-flight carry-over (VER section 2.2): a pending step may have been
+        sent in an earlier rollout, by an older policy. It keeps the action, log-probability, value
+        and version that it was sent with (PPO divides by that old probability), and it counts for
+        the rollout in which it is completed. So nothing that was simulated is lost.
 
-        A truncated episode would have gone on: its last reward gets the discounted value of the
-        final observation, computed with the memory of that episode (Pardo et al. 2018), which
-        `state_N` still holds. From then on, all ends are alike.
+        A truncated episode would have continued. Its last reward gets the discounted value of the
+        final observation (Pardo et al. 2018), computed with the memory of that episode, which
+        `state_N` still holds. After this, `done` need not tell the two kinds of ends apart.
         """
         io = self.io
         rollout.copy(row_B, self.pending, env_B)
-        rollout.reward[row_B] = io.reward[env_B]
-        rollout.done[row_B] = io.terminated[env_B] | io.truncated[env_B]
-        rollout.episode_stats[row_B] = io.episode_stats[env_B]
-        rollout.began_at[row_B] = io.began_at[env_B]
-        rollout.step_sec[row_B] = io.step_sec[env_B]
+        for column in ("reward", "lost", "episode_stats", "began_at", "step_sec"):
+            rollout[column][row_B] = io[column][env_B]
+        rollout["done"][row_B] = io["terminated"][env_B] | io["truncated"][env_B]
         self.given_N[env_B] += 1
         self.in_flight_N[env_B] = False
-        truncated_B = io.truncated[env_B]
+        truncated_B = io["truncated"][env_B]
         if truncated_B.any():
-            value_B = self.value_of(env_B[truncated_B], final=True)
-            rollout.reward[row_B[truncated_B]] += self.options.gamma * value_B
+            goes_on_B = np.zeros(truncated_B.sum(), bool)  # `final_obs` does not begin an episode
+            value_B = self.values(env_B[truncated_B], io["final_obs"], goes_on_B)
+            rollout["reward"][row_B[truncated_B]] += self.options.gamma * value_B
+
+    def bootstrap_values(self):
+        """The value of what follows each environment's last step, N numbers.
+
+        If its next step is in flight, that value was computed when the action was sent. For idle
+        environments it is computed now, in one batch; the memory does not move.
+        """
+        value_N = self.pending["value"].copy()
+        if len(self.idle):
+            first_B = self.io["first"][self.idle]
+            value_N[self.idle] = self.values(self.idle, self.io["obs"], first_B)
+        return value_N
+
+    def values(self, env_B, obs, first_B):
+        """The policy's values of what these environments show; the arguments of `observe`."""
+        _, value_B, _ = self.policy.step(*self.observe(env_B, obs, first_B))
+        return value_B.cpu().numpy()
 
 
-def inline_rollouts(run):
-    """Rollouts without end: this process collects one, and whoever takes it learns, by turns (VER
-    appendix A.1)."""
+def rollouts_in_turn(run):
+    """Yield rollouts without end: this process collects one, then its caller learns from it, in
+    turn (VER appendix A.1)."""
     policy = run.policy
     options = run.options
     device = next(policy.parameters()).device
@@ -884,9 +891,9 @@ def inline_rollouts(run):
     rollout = Rollout(run.spec, *size, policy.state_shape, device)
     with contextlib.closing(make_workers(options, "train", run.spec, io)) as workers:
         collector = run.collector_class(policy, workers, io, run.spec, options, run.enough)
-        for version in itertools.count(run.update):  # whoever takes a rollout makes one update
+        for version in itertools.count(run.version):  # the caller makes one update of each rollout
             collector.version = version
-            torch.set_num_threads(1)  # the workers want the cores now; `learning` sets more
+            torch.set_num_threads(1)  # the workers want the cores now; `Run.learning` sets more
             collector.collect(rollout)
             yield rollout
 
@@ -896,35 +903,32 @@ def inline_rollouts(run):
 
 def compute_advantages(segment_S, reward_S, value_S, done_S, bootstrap, gamma, gae_lambda):
     """Generalized advantage estimation over steps in time order, for all segments at once (DD-PPO
-    section 4).
+    section 4). Returns advantages.
 
-    Walks backwards and keeps, for each segment, the value of the step that follows, and lambda
-    times its advantage. At first these are the segment's bootstrap value and 0, and where an
-    episode is done, 0 and 0. Returns advantages. (`gae_lambda` may be S numbers, one for each step,
-    for other estimates than GAE.)
+    Walks backwards, and keeps for each segment the value and the advantage of the step that
+    follows. At first these are the segment's bootstrap value and 0. Where an episode is done, no
+    step follows: 0 and 0.
 
     >>> segment, reward, value = np.array([0, 0, 1]), np.ones(3), np.zeros(3)
     >>> done, bootstrap = np.array([False, True, False]), np.array([9.0, 4.0])
     >>> compute_advantages(segment, reward, value, done, bootstrap, gamma=0.5, gae_lambda=1.0)
     array([1.5, 1. , 3. ], dtype=float32)
     """
-    lambda_S = np.broadcast_to(gae_lambda, len(value_S))
-    columns = segment_S, reward_S, value_S, done_S, lambda_S
-    steps = list(zip(*(column.tolist() for column in columns)))
-    advantage_S = np.zeros(len(steps), np.float32)
-    next_value = bootstrap.tolist()
-    lambda_advantage = [0.0] * len(bootstrap)
-    for step in reversed(range(len(steps))):
-        segment, reward, value, done, step_lambda = steps[step]
-        if done:
+    reward_S = reward_S.astype(float)
+    value_S = value_S.astype(float)
+    advantage_S = np.zeros(len(value_S))
+    next_value = bootstrap.astype(float)
+    next_advantage = np.zeros(len(bootstrap))
+    for step in reversed(range(len(value_S))):
+        segment = segment_S[step]
+        if done_S[step]:
             next_value[segment] = 0.0
-            lambda_advantage[segment] = 0.0
-        delta = reward + gamma * next_value[segment] - value
-        advantage = delta + gamma * lambda_advantage[segment]
-        advantage_S[step] = advantage
-        next_value[segment] = value
-        lambda_advantage[segment] = step_lambda * advantage
-    return advantage_S
+            next_advantage[segment] = 0.0
+        delta = reward_S[step] + gamma * next_value[segment] - value_S[step]
+        advantage_S[step] = delta + gamma * gae_lambda * next_advantage[segment]
+        next_value[segment] = value_S[step]
+        next_advantage[segment] = advantage_S[step]
+    return advantage_S.astype(np.float32)
 
 
 def importance_weights(env_S, num_envs):
@@ -943,16 +947,15 @@ def importance_weights(env_S, num_envs):
     return weight_N.astype(np.float32)[env_S]
 
 
-def add_returns(rollout, options):
-    """Write advantage, return and weight of every complete step into the rollout, and return it:
-    GAE, with the values that were stored when the policy acted."""
+def add_advantages(rollout, options):
+    """Write advantage, return and weight of every complete step into the rollout: GAE, with the
+    values that were stored when the policy acted."""
     steps = rollout.complete
     columns = [steps[name] for name in ("segment", "reward", "value", "done")]
     discounts = options.gamma, options.gae_lambda
     steps["advantage"] = compute_advantages(*columns, rollout.bootstrap, *discounts)
     steps["returns"] = steps["value"] + steps["advantage"]
     steps["weight"] = importance_weights(steps["env"], rollout.num_envs)
-    return rollout
 
 
 # -------------------------------------------------------------------------- Sequences and packing
@@ -972,10 +975,11 @@ def find_sequences(segment_S, first_S):
 
 
 def cut_minibatches(sequences, count):
-    """Lay sequences end to end and cut them into `count` mini-batches of equal size (VER section
-    2.2, figure 3B): lists of sequences. One that a cut splits goes on in the next mini-batch, as a
-    sequence that starts from its stored state. (If the steps do not divide evenly, some are a step
-    longer.)
+    """Lay sequences end to end and cut them into `count` mini-batches of equal size, lists of
+    sequences (VER section 2.2, figure 3B).
+
+    A sequence split by a cut continues in the next mini-batch, as a sequence that starts from its
+    stored state. If the steps do not divide evenly, some mini-batches are a step longer.
 
     >>> cut_minibatches([np.array([1, 3]), np.array([0, 2, 4, 5])], 2)
     [[array([1, 3]), array([0])], [array([2, 4, 5])]]
@@ -991,12 +995,21 @@ def cut_minibatches(sequences, count):
 
 
 def pack(sequences):
-    """The steps of these sequences as a PackedSequence (VER section 2.2, figure 3C): all first
-    steps, then all second steps of those that have one, ... Longest first. Returns these steps, and
-    how many sequences are still running at each time step.
+    """Arrange the steps of these sequences as a PackedSequence (VER section 2.2, figure 3C).
 
-    >>> pack([np.array([7]), np.array([4, 5, 6])])
-    (tensor([4, 7, 5, 6]), tensor([2, 1, 1]))
+    Three sequences, drawn longest first. A PackedSequence reads this picture column by column:
+
+        a b c d         the first steps of all,        a e g
+        e f             the second steps of two,       b f
+        g               the third and the fourth       c
+                        of the longest alone           d
+
+    Returns the steps in this order, and how many sequences are still running at each time.
+
+    >>> letters = np.array(list("efabcdg"))
+    >>> step_M, batch_sizes = pack([np.array([0, 1]), np.array([2, 3, 4, 5]), np.array([6])])
+    >>> " ".join(letters[step_M]), batch_sizes.tolist()
+    ('a e g b f c d', [3, 2, 1, 1])
     """
     tensors = [torch.from_numpy(sequence) for sequence in sequences]
     packed = pack_sequence(tensors, enforce_sorted=False)
@@ -1009,50 +1022,52 @@ NEWEST_SHARE = 0.05  # of the newest rollout in the mean square of returns
 
 
 @torch.no_grad()
-def learning_units(policy, rollout, options, average):
-    """Update `policy.critic.scale`, the scale of values. Returns the units in which PPO learns from
-    a rollout, the same in all processes that learn together: that scale, then mean and deviation by
-    which advantages are normalized.
+def update_value_scale(critic, rollout, average):
+    """Move the critic's scale towards the size of this rollout's returns. `average`: as in
+    `ppo_update`.
 
-    The scale of values is the running root mean square of the returns, after it has taken in this
-    rollout's. So rewards of any size are learned alike, as if they were normalized (Engstrom et al.
-    2020), but what is stored and logged stays in the environment's units: values that were stored
-    under an earlier scale need no conversion. With --norm-adv, mean and deviation are those of this
-    rollout's advantages; without, 0 and the scale of values.
+    The scale is the running root mean square of the returns. So rewards of any size are learned
+    equally well, as if they were normalized (Engstrom et al. 2020). All that is stored and logged
+    stays in the environment's units, so values that were stored under an earlier scale need no
+    conversion. One outlier can at most double the scale.
     """
     returns_S = rollout.complete["returns"].astype(float)
-    advantage_S = rollout.complete["advantage"].astype(float)
-    moments = [(returns_S**2).mean(), advantage_S.mean(), (advantage_S**2).mean()]
-    moments = torch.tensor(moments, dtype=torch.float64)
-    average([moments])
-    return_square, advantage_mean, advantage_square = moments.tolist()
+    moment = torch.tensor([(returns_S**2).mean()], dtype=torch.float64)
+    average([moment])
+    newest = moment.item()
+    square = critic.scale.item() ** 2
+    if square > 0:
+        newest = min(square + NEWEST_SHARE * (newest - square), 4 * square)
+    if math.isfinite(newest):
+        critic.scale.fill_(math.sqrt(newest))
 
-    scale = policy.critic.scale.item()
-    if scale > 0:
-        return_square = scale**2 + NEWEST_SHARE * (return_square - scale**2)
-        return_square = min(return_square, 4 * scale**2)  # one outlier at most doubles it
-    if math.isfinite(return_square):
-        scale = math.sqrt(return_square)
-        policy.critic.scale.fill_(scale)  # and all values change with it, see Critic
-    scale = max(scale, 1e-8)  # where there was no reward yet, returns of 0 are 0 in any unit
-    if not options.norm_adv:
-        return scale, 0.0, scale
-    variance = advantage_square - advantage_mean**2
-    return scale, advantage_mean, math.sqrt(max(1e-16, variance))
+
+def normalize_advantages(rollout, scale, options, average):
+    """Write the advantages that PPO learns from: with --norm-adv, brought to mean 0 and deviation 1
+    over the rollout, of all processes that learn together; else divided by the scale of values."""
+    steps = rollout.complete
+    advantage_S = steps["advantage"].astype(float)
+    mean = 0.0
+    deviation = scale
+    if options.norm_adv:
+        moments = torch.tensor([advantage_S.mean(), (advantage_S**2).mean()], dtype=torch.float64)
+        average([moments])
+        mean, square = moments.tolist()
+        deviation = math.sqrt(max(1e-16, square - mean**2))
+    steps["norm_advantage"] = (advantage_S - mean) / deviation
 
 
 def ppo_loss(distribution, value_M, batch, log_ent_coef, options):
     """Clipped PPO objective, value loss (not clipped) and entropy term, every step weighted by
-    `batch["weight"]`.
+    `batch["weight"]`. Returns the loss and a dictionary of what to log.
 
-    `batch` holds M old actions, log-probabilities, advantages, returns and weights, and `scale`,
-    the unit in which values are learned. The entropy coefficient exp(log_ent_coef) is fixed, or
-    with --target-entropy learned under the constraint entropy >= target (VER section 4): it grows
-    while the plain mean of the entropy is below that. Returns the loss and a dictionary of what to
-    log.
+    `batch` holds M old actions, log-probabilities, normalized advantages, returns and weights, and
+    `scale`, the unit in which values are learned. The entropy coefficient exp(log_ent_coef) is
+    fixed. With --target-entropy it is learned under the constraint entropy >= target (VER section
+    4): it grows while the plain mean of the entropy is below the target.
     """
     weight_M = batch["weight"]
-    advantage_M = batch["advantage"]
+    advantage_M = batch["norm_advantage"]
     log_ratio_M = distribution.log_prob(batch["action"]) - batch["log_prob"]
     ratio_M = log_ratio_M.exp()
     clipped_M = ratio_M.clamp(1 - options.clip_coef, 1 + options.clip_coef)
@@ -1079,20 +1094,17 @@ def ppo_loss(distribution, value_M, batch, log_ent_coef, options):
 
 
 def make_batch(rollout, sequences):
-    """A mini-batch: what the rollout holds of the packed steps of these sequences, on its device;
-    the state before each sequence; the batch sizes; and each step's row of the rollout."""
+    """A mini-batch on the rollout's device: its packed steps, the state before each sequence, and
+    `batch_sizes`. `row` holds each step's row of the rollout."""
     row_M, batch_sizes = pack(sequences)
-    row_M = row_M.numpy()
-    steps_M = rollout.table[row_M]
-    names = "prev_action", "action", "first", "log_prob", "advantage", "returns", "weight"
-    columns = [steps_M[name].copy() for name in names]
-    index_M, *columns = upload([row_M, *columns], rollout.device)
-    batch = dict(zip(names, columns))
+    names = "prev_action", "action", "first", "log_prob", "norm_advantage", "returns", "weight"
+    batch = {name: to_device(rollout[name][row_M.numpy()], rollout.device) for name in names}
+    index_M = row_M.to(rollout.device)
     batch["obs"] = {key: part.index_select(0, index_M) for key, part in rollout.obs.items()}
     # the first Q steps begin the Q sequences
     batch["state"] = rollout.state.index_select(0, index_M[: batch_sizes[0]])
     batch["batch_sizes"] = batch_sizes
-    batch["row"] = row_M
+    batch["row"] = row_M.numpy()
     return batch
 
 
@@ -1110,8 +1122,9 @@ def minibatch_step(policy, optimizer, batch, options, average):
     auxiliary_loss = policy.auxiliary_loss(features_MF, core_MH, batch)
     optimizer.zero_grad()
     (loss + auxiliary_loss).backward()
-    average([weight.grad for weight in policy.parameters() if weight.grad is not None])
-    network = [weight for weight in policy.parameters() if weight is not policy.log_ent_coef]
+    learned = [weight for weight in policy.parameters() if weight.grad is not None]
+    average([weight.grad for weight in learned])
+    network = [weight for weight in learned if weight is not policy.log_ent_coef]
     norm = nn.utils.clip_grad_norm_(network, options.max_grad_norm)
     finite = torch.isfinite(norm)
     if finite:
@@ -1131,31 +1144,223 @@ def ppo_update(policy, optimizer, rollout, options, average=lambda tensors: None
     `average` averages tensors over all processes that learn together, in place; for a single one,
     it does nothing. Raises FloatingPointError if no mini-batch has a finite gradient.
     """
+    update_value_scale(policy.critic, rollout, average)
+    scale = max(policy.critic.scale.item(), 1e-8)  # before the first reward, any unit will do
+    normalize_advantages(rollout, scale, options, average)
     steps = rollout.complete
     sequences = find_sequences(steps["segment"], steps["first"])
-    scale, mean, deviation = learning_units(policy, rollout, options, average)
     logs = []
     for _ in range(options.update_epochs):
         shuffled = [sequences[q] for q in torch.randperm(len(sequences)).tolist()]
         for minibatch in cut_minibatches(shuffled, options.num_minibatches):
             batch = make_batch(rollout, minibatch)
-            batch["advantage"] = (batch["advantage"] - mean) / deviation
             batch["scale"] = scale
             logs.append(minibatch_step(policy, optimizer, batch, options, average))
-    table = torch.stack([torch.stack(list(log.values())) for log in logs])
-    means = dict(zip(logs[0], table.mean(dim=0).cpu().tolist()))  # one download
-    if means["losses/skipped"] == 1:
-        reason = "not one gradient of this update was finite"
-        raise FloatingPointError(f"{reason}: try a lower --learning-rate")
-    return means
+    return mean_logs(logs)
+
+
+# -------------------------------------------------------------------------------------------- Run
+
+
+class Run:
+    """One training: policy, optimizer, counters, and the folder that keeps them.
+
+    Many GPUs and --extensions are subclasses that override some of these members:
+
+        rollouts           the iterator over rollouts, here `rollouts_in_turn`
+        collector_class    the class that collects
+        enough             whether a rollout ends early
+        collect            the next rollout
+        advantages         what each step was worth; returns the steps to learn from
+        average            averages tensors over all processes that learn together; alone, nothing
+        update             the policy learns
+        decay              the share of the learning rate that is left
+        make_optimizer     what learns
+        restore            where training begins
+        open_folder, log, combine, save, evaluate, close    what is kept of it
+    """
+
+    collector_class = Collector
+    max_lag = 0  # updates between the policies that act and learn, not counting carried steps
+    saved_after = Exception  # what was learned is saved, whatever happens
+    folder = None
+
+    def __init__(self, options):
+        """Build all that training needs. Raises UserError."""
+        check_process()
+        self.spec, self.policy = build(options)
+        device = next(self.policy.parameters()).device
+        self.options = replace(options, device=str(device))  # with its number, for simulators too
+        self.step = 0  # environment steps learned from
+        self.version = 0  # updates made
+        self.recent = deque(maxlen=100)  # episode_stats of the last episodes
+        self.stopwatch = Stopwatch()
+        self.signal = None
+        self.crowded = 0  # updates that one thread makes, because others need the cores
+        self.optimizer = self.make_optimizer()
+        self.learning_rates = [group["lr"] for group in self.optimizer.param_groups]
+        self.restore()
+        set_up_memory()
+        self.saved_step = self.step
+        self.first_step = self.step
+        self.folder = self.open_folder()
+
+    def make_optimizer(self):
+        """An optimizer with `param_groups`, `zero_grad`, `step`, `state_dict`, `load_state_dict`.
+        """
+        weights = self.policy.parameters()
+        return torch.optim.Adam(weights, lr=self.options.learning_rate, eps=1e-5, fused=True)
+
+    def restore(self):
+        """With --resume, continue from the checkpoint of that folder. Raises UserError."""
+        if self.options.resume:
+            restore_run(self, Path(self.options.resume) / "checkpoint.pt")
+
+    def open_folder(self):
+        """The run folder, with a first line that says what is trained. Raises UserError."""
+        folder = RunFolder(self.options, self.step)
+        folder.say(f"{folder.path}: {headline(self.options, self.spec, self.policy)}")
+        return folder
+
+    @contextlib.contextmanager
+    def training(self):
+        """Around all training: yield the iterator over rollouts; save, whatever ends it."""
+        torch.manual_seed(derive_seed(SEED_OF_LEARNER, self.options.seed, self.step))
+        with contextlib.closing(self.rollouts()) as source, caught_signals(self.note_signal):
+            try:
+                yield source
+                if self.signal:  # it came in the last update
+                    raise Interrupted(self.signal)
+                self.save()
+            except self.saved_after:
+                self.save()
+                if self.step:
+                    how = f"continue with: --resume {self.folder.path}"
+                    self.folder.say(f"stopped at step {self.step}; {how}")
+                raise
+            finally:
+                self.folder.say(self.stopwatch.advice(self.options))
+
+    def note_signal(self, number, _frame):
+        """Record the first signal, so that training stops between optimizer steps. A second one
+        kills the process."""
+        self.signal = number
+        with contextlib.suppress(OSError):  # nobody reads it
+            os.write(2, b"\nstopping after this update; once more ends at once\n")
+        for each in SIGNALS:
+            signal.signal(each, signal.SIG_DFL)
+
+    def rollouts(self):
+        """The iterator over rollouts, without end. Closing it ends its processes."""
+        return rollouts_in_turn(self)
+
+    def enough(self, rows=0):
+        """Whether a rollout of so many rows ends early: after a signal. Moves the progress bar."""
+        self.folder.progress(self.step + rows)
+        return self.signal is not None
+
+    def collect(self, source):
+        """The next rollout. Raises Interrupted after a signal, which may leave it empty."""
+        rollout = next(source)
+        if self.signal:
+            raise Interrupted(self.signal)
+        return rollout
+
+    @contextlib.contextmanager
+    def learning(self):
+        """Around the learning of one update: set the number of threads, and yield a dictionary to
+        log, which gets the time. (`crowded`: see `learner_threads`.)"""
+        began_at = time.perf_counter()
+        waited_sec = -run_delay_sec()
+        torch.set_num_threads(learner_threads(self.options, self.crowded))
+        logs = {}
+        yield logs
+        logs["time/learning_sec"] = time.perf_counter() - began_at
+        waited_sec += run_delay_sec()
+        self.crowded = max(0, self.crowded - 1)
+        if waited_sec > 0.1 * logs["time/learning_sec"]:
+            self.crowded = CROWDED_UPDATES
+
+    def advantages(self, rollout):
+        """Compute what each step was worth. Returns the steps to learn from."""
+        add_advantages(rollout, self.options)
+        return rollout
+
+    def average(self, tensors):
+        """Average these tensors over all processes that learn together, in place: alone, nothing.
+        """
+
+    def decay(self):
+        """The share of the learning rate that is left: a cosine from 1 to 0 (VER table A1)."""
+        progress = min(1.0, self.step / self.options.total_timesteps)
+        return 0.5 * (1 + math.cos(math.pi * progress))
+
+    def update(self, rollout):
+        """The policy learns from a rollout; so do the statistics by which encoders normalize.
+        Returns what to log."""
+        decay = self.decay()
+        for group, rate in zip(self.optimizer.param_groups, self.learning_rates):
+            group["lr"] = rate * decay
+        self.policy.train()
+        logs = ppo_update(self.policy, self.optimizer, rollout, self.options, self.average)
+        update_statistics(self.policy, rollout, decay, self.average)
+        self.policy.eval()
+        return logs | {"charts/learning_rate": self.optimizer.param_groups[0]["lr"]}
+
+    def log(self, rollout, logs):
+        """Count an update and its steps, keep its numbers, now and then write a checkpoint."""
+        if self.options.debug:
+            check_rollout(rollout, self.version, self.max_lag)
+        workers, _ = count_workers(self.options, self.spec)
+        logs |= summarize_rollout(rollout, self.version)
+        logs |= self.stopwatch.lap(rollout, logs["time/learning_sec"], workers)
+        logs["charts/return_scale"] = self.policy.critic.scale.item()
+        steps, logs, episodes = self.combine(rollout, logs)
+        self.step += steps
+        self.version += 1
+        self.recent.extend(episodes)
+        logs["charts/SPS_update"] = steps / logs["time/cycle_sec"]
+        logs["charts/SPS"] = (self.step - self.first_step) / self.stopwatch.passed_sec()
+        logs |= mean_episode(self.recent, self.spec)
+        if self.stopwatch.remember(logs) == 10:
+            self.folder.say(self.stopwatch.advice(self.options))
+        self.folder.progress(self.step, logs)
+        self.folder.write_scalars(logs, self.step)
+        if self.step - self.saved_step >= self.options.checkpoint_interval:
+            self.save()
+
+    def combine(self, rollout, logs):
+        """Steps, logs and finished episodes of an update, of all processes that learn together."""
+        return rollout.rows, logs, finished_episodes(rollout)
+
+    def save(self):
+        """Write a checkpoint, unless this step has one. Raises OSError if that fails, as with a
+        full disk; the checkpoint before stays."""
+        if self.step == self.saved_step > self.first_step:
+            return
+        self.folder.write_checkpoint(run_state(self))
+        self.saved_step = self.step
+
+    def evaluate(self):
+        """Evaluate what was learned."""
+        self.folder.close_bar()
+        if self.options.eval_episodes:
+            means = report_evaluation(self.policy, self.spec, self.options)
+            if self.step > self.first_step:  # else they are in the curves already
+                self.folder.write_scalars(means, self.step)
+
+    def close(self):
+        """Finish the files."""
+        if self.folder:
+            self.folder.close()
 
 
 # End of the lesson
 
 # ---------------------------------------------------------------------- Any Gymnasium environment
 # Adds what an environment may be: its id, arguments and wrappers, its spaces, its actions, and how
-# many processes suit it. The lesson calls `make_env`, `describe_env`, `to_env_action` and
-# `derive_seed`.
+# many processes suit it. The lesson calls `make_env`, `to_env_action`, `derive_seed` and
+# `count_workers`.
 
 CHEAP_STEP_SEC = 50e-6  # faster steps are not worth the two messages to another process
 INFERENCE_SEC = 150e-6  # what one step costs the process that collects, about
@@ -1180,9 +1385,21 @@ def make_env(options, split="train", number=0):
 
 
 class EnvSpec:
-    """What trainer and network must know of an environment: its spaces, the scalars that the last
-    info of an episode holds (named in the environment's metadata), and the seconds that a step
-    takes, and of these on a CPU. Plain, so that it can be sent to other processes."""
+    """What trainer and network must know of an environment. Plain, so that it can be sent to other
+    processes.
+
+        observations       the space of each part of an observation, by its name
+        obs_fields         (name, type, shape) of each part
+        leaves             finds these parts in an observation
+        action             the space of actions
+        action_dims        A, the dimensions of an action
+        action_dtype       the type of its numbers
+        choices            how many choices each dimension has; empty if actions are continuous
+        metrics            names of the scalars in the last info of an episode, from the
+                           environment's metadata
+        episode_columns    return, length and metrics of an episode
+        step_sec, cpu_sec  seconds that a step takes, and how many of them on a CPU
+    """
 
     def __init__(self, observations, action, metrics, step_sec=0.0, cpu_sec=0.0):
         leaves = flatten(observations)
@@ -1277,7 +1494,7 @@ def derive_seed(*numbers):
 def describe_env(options):
     """Make one environment, look at its spaces, take a step as in training, with --num-workers auto
     time some more, and close it. Raises UserError if that fails or a space is not supported."""
-    trial = CheckedEnvironment(0, options, "train", spec=None, io=None)
+    trial = Environment(0, options, "train", spec=None, io=None)
     try:
         with contextlib.closing(trial):
             env = make_env(options)
@@ -1334,44 +1551,49 @@ def check_spaces(spec):
         raise UserError(f"the action is {spec.action}: only {kinds} are supported")
 
 
-def run_delay_sec():
-    """Seconds that this thread was ready to run and had to wait for a core (Linux counts them)."""
-    try:
-        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
-    except OSError:
-        return 0.0
-
-
 def time_steps(trial):
-    """Mean seconds of a step of this environment by random actions, resets included, and of these
-    on a CPU: of as many as begin within a second, or until it fails, which training would survive.
-    (Simulators are slow at first: they load scenes, and agents that act at random end episodes
-    soon.) Time in which other programs had the core does not count: a simulator that
-    computes on a busy machine is none that waits."""
+    """Mean seconds of a step of this environment by random actions, resets included, and how many
+    of them on a CPU. Takes a second, or less if the environment fails, which training would
+    survive. (Simulators are slow at first: they load scenes, and agents that act at random end
+    episodes soon.)
+
+    The time in which other programs had the core does not count: a simulator that computes on a
+    busy machine is not one that waits.
+    """
     rng = np.random.default_rng(0)
-    choices = trial.spec.choices
     dims = trial.spec.action_dims
     steps = 0
-    delay_sec = -run_delay_sec()
-    began_2 = np.array([time.perf_counter(), time.process_time()])
+    began = np.array([time.perf_counter(), time.process_time(), run_delay_sec()])
     with contextlib.suppress(EnvironmentFailure):
-        while time.perf_counter() < began_2[0] + 1.0:
-            action_A = rng.integers(choices) if choices else rng.uniform(-1, 1, dims)
-            trial.io.action[0] = action_A
+        while time.perf_counter() < began[0] + 1.0:
+            choices = trial.spec.choices
+            trial.io["action"][0] = rng.integers(choices) if choices else rng.uniform(-1, 1, dims)
             trial.answer()
             steps += 1
-    ended_2 = np.array([time.perf_counter(), time.process_time()])
-    delay_sec += run_delay_sec()
-    steps = max(1, steps)
-    step_sec, cpu_sec = (ended_2 - began_2) / steps
-    undisturbed_sec = max(min(cpu_sec, step_sec), step_sec - delay_sec / steps)
-    return float(undisturbed_sec), float(cpu_sec)
+    ended = np.array([time.perf_counter(), time.process_time(), run_delay_sec()])
+    step_sec, cpu_sec, delay_sec = (ended - began) / max(1, steps)
+    return float(max(step_sec - delay_sec, min(cpu_sec, step_sec))), float(cpu_sec)
 
 
 def count_cores():
-    """CPU cores that this process may use; torchrun's ranks share those of a machine."""
+    """CPU cores that this process may use, as its affinity and its container's quota say. The ranks
+    of torchrun share those of a machine."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    cores = min(cores, container_cores())
+    return max(1, int(cores) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+
+
+def container_cores(root=Path("/sys/fs/cgroup")):
+    """The CPU quota of the container that this process runs in, in cores: what `docker --cpus`,
+    Kubernetes and SLURM set. Infinite without one. Read from cgroup version 2, or else 1."""
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = (root / "cpu.max").read_text().split()
+        return int(quota) / int(period)  # ValueError: the quota is "max"
+    with contextlib.suppress(OSError, ValueError):
+        quota = int((root / "cpu" / "cpu.cfs_quota_us").read_text())
+        period = int((root / "cpu" / "cpu.cfs_period_us").read_text())
+        return quota / period if quota > 0 else math.inf
+    return math.inf
 
 
 def count_workers(options, spec):
@@ -1381,10 +1603,10 @@ def count_workers(options, spec):
     something else (a GPU, a server), up to one for each environment."""
     if options.num_workers != "auto":
         return options.num_workers, "--num-workers"
-    cores = count_cores()
     step = f"a step takes {1000 * spec.step_sec:.2g} ms"
     if spec.step_sec < CHEAP_STEP_SEC:
         return 0, f"{step}: less than a message to another process"
+    cores = count_cores()
     waits = spec.step_sec / max(spec.cpu_sec, 1e-6)  # 1: never
     share = spec.step_sec / (spec.step_sec + INFERENCE_SEC)
     workers = min(options.num_envs, MAX_WORKERS, max(1, round(cores * waits * share)))
@@ -1424,15 +1646,18 @@ def is_any_size(space):
 
 class Statistics(nn.Module):
     """Normalizes each of C channels by its mean and deviation in all rollouts so far (DD-PPO
-    section 6), each of which counts as much as it is learned from: a policy whose learning rate has
-    decayed could not follow if they still moved. They are parameters without gradient, which travel
-    with the weights; as usual with torch, they stay as they are after `eval()`."""
+    section 6).
+
+    A rollout counts as much as it is learned from: a policy whose learning rate has decayed could
+    not follow if the statistics still moved. They do not move in evaluation mode, which is how an
+    encoder is frozen.
+    """
 
     def __init__(self, channels):
         super().__init__()
-        self.mean_C = nn.Parameter(torch.zeros(channels), requires_grad=False)
-        self.variance_C = nn.Parameter(torch.ones(channels), requires_grad=False)
-        self.rollouts = nn.Parameter(torch.zeros(()), requires_grad=False)  # sum of their weights
+        self.register_buffer("mean_C", torch.zeros(channels))
+        self.register_buffer("variance_C", torch.ones(channels))
+        self.register_buffer("rollouts", torch.zeros(()))  # sum of their weights
 
     def forward(self, x):
         """`x`: B x C, or B x C x height x width."""
@@ -1442,7 +1667,7 @@ class Statistics(nn.Module):
         return x.clamp(-10, 10)  # what was constant so far may change
 
     def take_in(self, x, weight, average):
-        """Let them be of these observations, too, and of those of other ranks."""
+        """Update the statistics with these observations, and with those of other ranks."""
         x = x.transpose(0, 1).flatten(1).clamp(-1e15, 1e15)  # so that squares are finite
         mean_C = x.mean(dim=1)
         average([mean_C])
@@ -1458,8 +1683,8 @@ class Statistics(nn.Module):
 
 @torch.no_grad()
 def update_statistics(policy, rollout, weight, average):
-    """Let the running statistics take in 256 steps of a rollout, and of those of other ranks: after
-    learning from it, because what was seen in acting must be seen alike in learning. `weight`: the
+    """Update the running statistics with 256 steps of a rollout, and of those of other ranks: after
+    learning from it, because the policy must see the same in acting and in learning. `weight`: the
     learning rate as a share of the first one."""
     modules = list(policy.modules())
     readers = [each for each in modules if isinstance(getattr(each, "normalize", None), Statistics)]
@@ -1568,8 +1793,11 @@ def build_encoders(spec, hidden_size):
 
 
 # ------------------------------------------------------------------------------------ Supervision
-# Adds workers that are started again when environments raise, hang or die, and --num-workers 0.
-# The lesson calls `make_workers`, `process_context`, `share_memory` and `end_process`.
+# Adds checks of what environments answer, workers that are replaced when environments raise, hang
+# or die, --num-workers 0, and signals. The lesson calls `located`, `lose_step`, `check_reward`,
+# `check_shapes`, `check_numbers`, `tell`, `make_workers`, `guarded_worker`, `Supervisor`,
+# `process_context`, `share_memory`, `end_process`, `check_process`, `caught_signals`, `SIGNALS`,
+# `Interrupted` and `check_rollout`.
 
 SIGNALS = signal.SIGINT, signal.SIGTERM
 CLOSING_SEC = 5
@@ -1658,68 +1886,57 @@ def tell(text):
         tqdm.write(f"rank {rank}: {text}", file=sys.__stderr__)  # sys.stderr is rank 0's alone
 
 
-class CheckedEnvironment(Environment):
-    """An environment whose answers are checked, and whose errors say where they come from. After a
-    crash it can be started again."""
+def located(error, number, episode, step):
+    """The failure that an error of an environment is: its message says where it happened."""
+    kind = BadAnswer if isinstance(error, BadAnswer) else EnvironmentFailure
+    place = f"environment {number}, episode {episode}, step {step}"
+    return kind(f"{place}:\n{traceback.format_exc()}")
 
-    def answer(self):
-        try:
-            super().answer()
-        except (Exception, SystemExit) as error:
-            episode = self.io.episode[self.number]
-            where = f"environment {self.number}, episode {episode}, step {self.length}"
-            kind = BadAnswer if isinstance(error, BadAnswer) else EnvironmentFailure
-            raise kind(f"{where}:\n{traceback.format_exc()}") from None
 
-    def start(self):
-        """After a crash, this answer completes the step that was lost, by a placeholder: no reward,
-        truncated at the observation in this row; terminated, if that is already the next episode's
-        first one."""
-        io = self.io
-        e = self.number
-        io.reward[e] = 0.0
-        io.terminated[e] = io.first[e]
-        io.truncated[e] = not io.first[e]
-        io.episode_stats[e] = np.nan
-        io.began_at[e] = time.perf_counter()
-        io.step_sec[e] = 0.0
-        io.final_obs[e] = io.obs[e]
-        super().start()
+def lose_step(row):
+    """Complete a step that was lost when its environment crashed: no reward, truncated at what the
+    environment showed last. (If it were terminated, the policy would learn a value of 0 there.)"""
+    row["reward"] = 0.0
+    row["terminated"] = False
+    row["truncated"] = True
+    row["final_obs"] = row["obs"]
+    row["began_at"] = time.perf_counter()
+    row["step_sec"] = 0.0
 
-    def step(self):
-        super().step()
-        reward = self.io.reward[self.number]
-        if not math.isfinite(reward):
-            raise BadAnswer(f"reward is {reward}")
 
-    def write(self, column, leaves):
-        shapes = {key: np.shape(leaf) for key, leaf in leaves.items()}
-        known = self.spec.obs_shapes
-        if shapes != known:
-            raise BadAnswer(f"observation has the shapes {shapes}, the observation space {known}")
-        super().write(column, leaves)
-        for key, leaf in leaves.items():
-            row = column[key][self.number]
-            space = self.spec.observations[key]
-            kept = np.isfinite(row).all() if row.dtype.kind == "f" else np.array_equal(row, leaf)
-            if not kept or (row.dtype.kind == "i" and row not in space):
-                raise BadAnswer(f"observation {key!r} is {leaf}, the observation space {space}")
+def check_reward(reward):
+    """The reward. Raises BadAnswer if it is not finite."""
+    if not math.isfinite(reward):
+        raise BadAnswer(f"reward is {reward}")
+    return reward
 
-    def close(self):
-        try:
-            super().close()
-        except (Exception, SystemExit) as error:
-            tell(f"environment {self.number}: close() raised {error!r}")
-        self.env = None
+
+def check_shapes(leaves, spec):
+    """Raise BadAnswer if the parts of an observation have other names or shapes than its space."""
+    shapes = {key: np.shape(leaf) for key, leaf in leaves.items()}
+    known = spec.obs_shapes
+    if shapes != known:
+        raise BadAnswer(f"observation has the shapes {shapes}, the observation space {known}")
+
+
+def check_numbers(leaves, record, spec):
+    """Raise BadAnswer if a part of an observation is not finite, or is not what `record` has kept
+    of it: it has another type than its space."""
+    for key, leaf in leaves.items():
+        kept = record[key]
+        space = spec.observations[key]
+        good = np.isfinite(kept).all() if kept.dtype.kind == "f" else np.array_equal(kept, leaf)
+        if not good or (kept.dtype.kind == "i" and kept not in space):
+            raise BadAnswer(f"observation {key!r} is {leaf}, the observation space {space}")
 
 
 def make_workers(options, split, spec, io):
     """All environments of a split, in worker processes or (--num-workers 0) here."""
     numbers = range(options.num_envs)
-    environments = [CheckedEnvironment(e, options, split, spec, io) for e in numbers]
+    environments = [Environment(e, options, split, spec, io) for e in numbers]
     num_workers, _ = count_workers(options, spec)
     if num_workers:
-        return SupervisedWorkers(environments, num_workers)
+        return Workers(environments, num_workers)
     return InlineWorkers(environments)
 
 
@@ -1742,8 +1959,8 @@ class Restarts:
 
 
 class InlineWorkers:
-    """All environments where experience is collected: the interface of Workers, a deterministic
-    order. One that raises is made anew; one that hangs or crashes is not helped."""
+    """All environments in the process that collects: the interface of Workers, in a deterministic
+    order. An environment that raises is re-created; hangs and crashes are not handled."""
 
     def __init__(self, environments):
         self.environments = environments
@@ -1796,37 +2013,38 @@ def guarded_worker(inbox, outbox, environments):
     os._exit(status)
 
 
-class SupervisedWorkers(Workers):
-    """Replaces processes that have died, or have been silent for --env-timeout. The environments
-    that owe an answer then start anew, which is an answer; the others do so when their next action
-    arrives."""
+class Supervisor:
+    """Replaces worker processes that have died, or were silent for --env-timeout.
+
+    The environments that owe an answer then start again, which is an answer. The other environments
+    of the worker do so when their next action arrives.
+    """
 
     LOOK_SEC = 0.2
 
-    def __init__(self, environments, num_workers):
-        self.timeout_sec = environments[0].options.env_timeout
-        self.restarts = Restarts(environments[0].options)
+    def __init__(self, options, num_workers):
+        self.timeout_sec = options.env_timeout
+        self.restarts = Restarts(options)
         self.looked_at = time.monotonic()
         # of workers that owe an answer: since when no environment of theirs has answered
         self.silent_sec_W = np.zeros(num_workers)
-        super().__init__(environments, num_workers)
 
-    def start(self, worker):
-        return super().start(worker, guarded_worker)
-
-    def receive(self, timeout_sec):
-        answered = super().receive(timeout_sec)
-        self.silent_sec_W[np.array(answered, int) % self.num_workers] = 0.0
+    def replace_failed(self, workers, answered):
+        """Look at the workers, five times a second at most, and replace those that have failed.
+        `answered`: environments that have just answered. Returns more of them, whose answers a
+        worker had sent before it was replaced. Raises EnvironmentFailure."""
+        self.silent_sec_W[np.array(answered, int) % workers.num_workers] = 0.0
         passed_sec = time.monotonic() - self.looked_at
         if passed_sec < self.LOOK_SEC:
-            return answered
+            return []
         self.looked_at += passed_sec
         # a long time without a look, in which this process was stopped, or has learned, counts a
         # tenth of the limit at most
         self.silent_sec_W += min(passed_sec, self.timeout_sec / 10)
-        for worker, process in enumerate(self.processes):
-            mine = np.arange(worker, len(self.asked_N), self.num_workers)
-            owed = mine[self.asked_N[mine]]
+        more = []
+        for worker, process in enumerate(workers.processes):
+            mine = np.arange(worker, len(workers.asked_N), workers.num_workers)
+            owed = mine[workers.asked_N[mine]]
             if not len(owed):
                 self.silent_sec_W[worker] = 0.0
             if process.exitcode is not None:
@@ -1834,25 +2052,44 @@ class SupervisedWorkers(Workers):
                 reason = f"{who} died with exit code {process.exitcode}"
                 if process.exitcode == BAD_ANSWER_STATUS:
                     raise BadAnswer(f"{reason}: the answer above is none")
-                answered += self.replace(worker, mine, reason)
+                more += self.replace(workers, worker, mine, reason)
             elif self.silent_sec_W[worker] > self.timeout_sec:
                 who = f"environments {owed.tolist()}"
                 reason = f"no answer from {who} for {self.timeout_sec:.0f} s (--env-timeout)"
-                answered += self.replace(worker, mine, reason)
-        return answered
+                more += self.replace(workers, worker, mine, reason)
+        return more
 
-    def replace(self, worker, mine, reason):
-        """Start a worker's process again. Returns the environments whose answers it had written."""
-        end_process(self.processes[worker], 0)
+    def replace(self, workers, worker, mine, reason):
+        """Start a worker's process again. Returns the environments whose answers it had sent."""
+        end_process(workers.processes[worker], 0)
         self.restarts.note(reason)
-        answered = super().receive(0)
-        inbox, _ = self.pipes[worker]
+        answered = workers.read(0)
+        inbox, _ = workers.pipes[worker]
         while inbox.poll():
             read_numbers(inbox)
         self.silent_sec_W[worker] = 0.0
-        self.processes[worker] = self.start(worker)
-        self.send(mine[self.asked_N[mine]])
+        workers.processes[worker] = workers.start(worker)
+        workers.send(mine[workers.asked_N[mine]])
         return answered
+
+
+def check_process():
+    """Raise UserError where training cannot work: it catches signals, and starts processes."""
+    if threading.current_thread() is not threading.main_thread():
+        raise UserError("training catches signals: it must run in the main thread")
+    if getattr(mp.current_process(), "_inheriting", False):  # a worker imports this program
+        raise UserError("train in `if __name__ == '__main__':`, or each worker trains, too")
+
+
+@contextlib.contextmanager
+def caught_signals(handler):
+    """While this lasts, Ctrl-C and SIGTERM call the handler."""
+    handlers = {number: signal.signal(number, handler) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, own in handlers.items():
+            signal.signal(number, own)
 
 
 def check_rollout(rollout, version, lag=0):
@@ -1881,11 +2118,205 @@ def check_rollout(rollout, version, lag=0):
     assert np.isfinite(rollout.bootstrap).all(), "bootstrap values are finite"
 
 
-# ------------------------------------------------------------------------------------- Run folder
-# Adds what a run leaves behind: options.json, TensorBoard events, checkpoint.pt, an evaluation; and
-# what it does on signals. The lesson calls `Run` and `make_policy`.
+# ----------------------------------------------------------------------------- Logs and evaluation
+# Adds what is said of a run: where the time goes, how uneven the environments and how old the data
+# are, and an evaluation. The lesson calls `mean_logs`, `summarize_rollout`, `finished_episodes`,
+# `mean_episode`, `Stopwatch`, `headline` and `report_evaluation`.
 
-CHECKPOINT_FORMAT = 9
+
+def mean_logs(logs):
+    """The means of what the mini-batches of an update have logged, apart from those that were
+    skipped. Raises FloatingPointError if all were."""
+    table = torch.stack([torch.stack(list(log.values())) for log in logs]).cpu()  # one copy
+    names = list(logs[0])
+    skipped_M = table[:, names.index("losses/skipped")].bool()
+    if skipped_M.all():
+        reason = "not one gradient of this update was finite"
+        raise FloatingPointError(f"{reason}: try a lower --learning-rate")
+    means = dict(zip(names, table[~skipped_M].mean(dim=0).tolist()))
+    return means | {"losses/skipped": skipped_M.float().mean().item()}
+
+
+def summarize_rollout(rollout, version):
+    """What to log of a rollout, learned from by the policy of this version: how good the values
+    were, how uneven the environments, and how old the data."""
+    steps = rollout.complete
+    began_at, _, _ = rollout.clock
+    lag_S = version - steps["version"]
+    given_N = np.bincount(steps["env"], minlength=rollout.num_envs)
+    returns_S = steps["returns"].astype(float)
+    variance = returns_S.var()
+    error_S = returns_S - steps["value"]
+    return {
+        "losses/explained_variance": 1 - error_S.var() / variance if variance else 0.0,
+        "ver/batch_size": len(steps) / len(np.unique(steps["sent_at"])),
+        "ver/steps_per_env_min": given_N.min(),
+        "ver/steps_per_env_max": given_N.max(),
+        "ver/carried_share": (steps["sent_at"] < began_at).mean(),
+        "ver/policy_lag_mean": lag_S.mean(),
+        "ver/policy_lag_max": lag_S.max(),
+        "ver/importance_weight": steps["weight"].mean(),
+        "ver/made_up_steps": steps["lost"].sum(),
+    }
+
+
+def finished_episodes(rollout):
+    """The numbers (`episode_columns`) of the episodes that ended in a rollout, not by a crash."""
+    steps = rollout.complete
+    return steps["episode_stats"][steps["done"] & ~steps["lost"]].tolist()
+
+
+def mean_episode(recent, spec):
+    """What to log of the last episodes, if there are any."""
+    if not recent:
+        return {}
+    metrics = [f"metrics/{name}" for name in spec.metrics]
+    tags = ["charts/episodic_return", "charts/episodic_length", *metrics]
+    return dict(zip(tags, np.array(recent).mean(axis=0)))
+
+
+class Stopwatch:
+    """Where the time of a run goes."""
+
+    SHARES = "waiting", "inference", "learning", "worker_idle"
+
+    def __init__(self):
+        self.began_at = time.perf_counter()
+        self.lap_at = self.began_at
+        self.first = True
+        self.cycles = deque(maxlen=100)  # (seconds, shares) of the last updates
+
+    def passed_sec(self):
+        """Seconds since the run began."""
+        return time.perf_counter() - self.began_at
+
+    def lap(self, rollout, learning_sec, workers):
+        """End an update. Returns what to log of its time."""
+        now = time.perf_counter()
+        cycle_sec = now - self.lap_at
+        self.lap_at = now
+        began_at, ended_at, waited_sec = rollout.clock
+        rollout_sec = ended_at - began_at
+        simulated_sec = rollout.complete["step_sec"].sum()
+        busy_share = simulated_sec / max(1, workers) / rollout_sec
+        if workers == 0:  # the simulators run in this process: not inference, but waiting
+            waited_sec += simulated_sec
+        return {
+            "time/waiting_share": waited_sec / cycle_sec,
+            "time/inference_share": (rollout_sec - waited_sec) / cycle_sec,
+            "time/learning_share": learning_sec / cycle_sec,
+            "time/cycle_sec": cycle_sec,
+            "time/rollout_sec": rollout_sec,
+            "time/env_step_ms": 1000 * simulated_sec / rollout.rows,
+            "time/worker_idle_share": max(0.0, 1 - busy_share),
+        }
+
+    def remember(self, logs):
+        """Keep the times of an update for `advice`, except the first one, in which environments
+        start. Returns how many are kept."""
+        shares = [logs[f"time/{name}_share"] for name in self.SHARES]
+        if not self.first:
+            self.cycles.append((logs["time/cycle_sec"], shares))
+        self.first = False
+        return len(self.cycles)
+
+    def advice(self, options):
+        """One line that says what took most of the time in the last hundred updates."""
+        if not self.cycles:
+            return ""
+        cycle_sec, shares = zip(*self.cycles)
+        return what_limits(options, *np.average(shares, axis=0, weights=cycle_sec))
+
+
+def what_limits(options, waiting, inference, learning, worker_idle):
+    """One line that says what takes most of the time, by the shares that are logged as time/...,
+    and what helps.
+
+    >>> what_limits(Options(sampler="sync", device="cpu"), 0.7, 0.1, 0.2, 0.6)
+    'waiting for stragglers takes 70 % of the time: try --sampler ver'
+    """
+    sizes = "more --num-envs and fewer --num-steps"
+    faster = sizes if options.device.startswith("cuda") else f"a GPU, or {sizes}"
+    ranks = int(os.environ.get("WORLD_SIZE", 1)) > 1
+    rest = "ranks that are equally fast" if ranks else "fewer --extensions, or no --debug"
+    parts = [
+        (learning, "learning", faster),
+        (inference, "inference", faster),
+        (waiting, "waiting for simulators", "more --num-envs, --num-workers, or CPU cores"),
+        (1 - waiting - inference - learning, "all else", rest),
+    ]
+    if worker_idle > 0.5 and options.sampler in ("sync", "nover"):
+        parts[2] = waiting, "waiting for stragglers", "--sampler ver"
+    share, what, cure = max(parts)
+    return f"{what} takes {share:.0%} of the time: try {cure}".replace("%", " %")
+
+
+def headline(options, spec, policy):
+    """What a run has chosen, and why, in one line."""
+    workers, why = count_workers(options, spec)
+    how = " ".join([options.sampler, *options.extensions])
+    weights = list(policy.parameters())
+    size = f"{sum(weight.numel() for weight in weights):,} parameters on {weights[0].device}"
+    return f"{how}, {options.num_envs} environments, workers: {workers} ({why}), {size}"
+
+
+@torch.inference_mode()
+def play_episodes(policy, spec, options):
+    """Play --eval-episodes validation episodes. Returns their numbers, E x (return, length,
+    metrics).
+
+    Each environment plays its share, so that short episodes do not count more than long ones; for
+    the same --num-envs and --eval-episodes they are the same for every policy. (An episode in which
+    the environment dies is replaced by a later one: if long ones die more often, those that count
+    are shorter than usual.)
+    """
+    num_envs = min(options.num_envs, options.eval_episodes)
+    num_workers = min(count_workers(options, spec)[0], num_envs)
+    sizes = {"num_envs": num_envs, "num_workers": num_workers, "num_minibatches": 1}
+    device = next(policy.parameters()).device
+    options = replace(options, **sizes, device=str(device), seed=0, sampler="ver")
+    share, rest = divmod(options.eval_episodes, num_envs)
+    left_N = share + (np.arange(num_envs) < rest)
+    io = EnvIO(spec, num_envs)
+    found = []
+    generators = torch.random.fork_rng([device] if device.type == "cuda" else [])
+    workers = make_workers(options, "val", spec, io)
+    bar = tqdm(total=options.eval_episodes, unit=" episodes", delay=20, leave=False)
+    with generators, contextlib.closing(workers), bar:
+        torch.set_num_threads(1)  # as in training
+        torch.manual_seed(options.seed)
+        collector = Collector(policy, workers, io, spec, options)
+        collector.greedy = options.greedy
+        while len(found) < options.eval_episodes:
+            env_B = collector.await_answers(room=num_envs)
+            ended_B = collector.in_flight_N[env_B] & io["first"][env_B] & ~io["lost"][env_B]
+            for e in env_B[ended_B]:
+                found.append(io["episode_stats"][e].tolist())
+                left_N[e] -= 1
+                bar.update()
+            collector.act(env_B[left_N[env_B] > 0])
+    return np.array(found)
+
+
+def report_evaluation(policy, spec, options):
+    """Evaluate, print mean +- standard error of every number. Returns the means to log."""
+    began_at = time.perf_counter()
+    found = play_episodes(policy, spec, options)
+    sec = time.perf_counter() - began_at
+    means = found.mean(axis=0)
+    errors = found.std(axis=0, ddof=len(found) > 1) / math.sqrt(len(found))
+    names = spec.episode_columns
+    parts = [f"{n} {mean:.3f} ± {error:.3f}" for n, mean, error in zip(names, means, errors)]
+    how = "greedy" if options.greedy else "sampled"
+    print(f"evaluation, {len(found)} {how} episodes in {sec:.0f} s: {', '.join(parts)}")
+    return {f"eval/{name}": mean for name, mean in zip(names, means)}
+
+
+# ------------------------------------------------------------------------------------- Run folder
+# Adds the files that a run leaves behind: options.json, TensorBoard's curves, checkpoint.pt. The
+# lesson calls `RunFolder`, `restore_run`, `run_state` and `SEED_OF_LEARNER`.
+
+CHECKPOINT_FORMAT = 10
 # first number of derive_seed; environments have 0 (train) and 1 (val), overlap.py 3, ver_multigpu 4
 SEED_OF_LEARNER = 2
 
@@ -1923,8 +2354,13 @@ def write_file(path, write):
 
 
 def write_checkpoint(content, path):
-    """As write_file."""
-    write_file(path, lambda file: torch.save(content, file))
+    """Write a checkpoint atomically. Raises OSError with a reason that needs no traceback."""
+    try:
+        write_file(path, lambda file: torch.save(content, file))
+    except (OSError, RuntimeError) as error:
+        reason = str(error).splitlines()[0][:200]
+        what = f"the checkpoint of step {content['step']} cannot be written to {path}"
+        raise OSError(f"{what}, the one before stays: {reason}") from None
 
 
 def load_policy(policy, path):
@@ -1939,9 +2375,45 @@ def load_policy(policy, path):
     return content
 
 
-def make_policy(spec, options):
-    """The network that --policy names. Raises UserError."""
-    return load(options.policy, "--policy")(spec, options)
+def run_state(run):
+    """The content of a run's checkpoint: only tensors and plain types, so that it loads with
+    weights_only=True."""
+    return {
+        "format": CHECKPOINT_FORMAT,
+        "options": asdict(run.options),
+        "policy": run.policy.state_dict(),
+        "optimizer": run.optimizer.state_dict(),
+        "step": run.step,
+        "update": run.version,
+        "columns": list(run.spec.episode_columns),
+        "recent": list(run.recent),
+    }
+
+
+def restore_run(run, path):
+    """Continue a run from a checkpoint. Raises UserError."""
+    saved = load_policy(run.policy, path)
+    run.step = saved["step"]
+    run.version = saved["update"]
+    try:
+        run.optimizer.load_state_dict(saved["optimizer"])
+        check_moments(run.optimizer)
+    except (ValueError, KeyError) as error:
+        raise UserError(f"{path} belongs to another optimizer or network: {error}") from None
+    if saved["columns"] == list(run.spec.episode_columns):  # else they mean something else
+        run.recent.extend(saved["recent"])
+    if run.options.target_entropy is None:  # fixed: as the options say
+        run.policy.log_ent_coef.data.fill_(math.log(max(run.options.ent_coef, 1e-30)))
+
+
+def check_moments(optimizer):
+    """Raise ValueError if an optimizer's state is of other weights. torch tells weights by their
+    order alone, and would write beyond the end of those that are smaller."""
+    for weight, state in optimizer.state.items():
+        for part in state.values():
+            same_kind = torch.is_tensor(part) and part.dim() == weight.dim()
+            if same_kind and part.shape != weight.shape:
+                raise ValueError("its state is of other weights")
 
 
 def lock_folder(folder):
@@ -1958,425 +2430,135 @@ def lock_folder(folder):
     return descriptor
 
 
-class Run:
-    """One training: policy, optimizer, counters, run folder, progress bar.
+class RunFolder:
+    """The folder of a run: its lock, options.json, TensorBoard's curves, checkpoints; and the
+    progress bar. With `silent`, as on ranks above 0, there is none of these."""
 
-    --extensions are subclasses of it that override some of its members (`extend`): those that
-    `train` calls, or `collector_class`, the class that collects; `decay`; `restore`, where it
-    begins; `open_folder`, `describe`, `write_scalars` and `close`, what is kept of it.
-    """
-
-    collector_class = Collector
-    max_lag = 0  # updates between the policies that act and learn, but for steps carried over
-    saved_after = Exception  # what was learned is saved, whatever happens
-    bar = None  # what `close` closes, once it is there
-    writer = None
+    path = None
     lock = None
+    writer = None
 
-    def __init__(self, options):
-        """Build all that training needs. Raises UserError."""
-        if threading.current_thread() is not threading.main_thread():
-            raise UserError("training catches signals: it must run in the main thread")
-        if getattr(mp.current_process(), "_inheriting", False):  # a worker imports this program
-            raise UserError("train in `if __name__ == '__main__':`, or each worker trains, too")
-        # with the device's number, for simulators too
-        options = replace(options, device=str(choose_device(options)))
-        self.options = options
-        self.step = 0
-        self.update = 0
-        self.recent = deque(maxlen=100)  # episode_stats of the last episodes
-        self.cycles = deque(maxlen=100)  # (seconds, SHARES) of the last updates
-        self.signal = None
-        self.crowded = 0  # updates that are still to be made by one thread
-        self.unsaved = None  # why the last checkpoint could not be written
-        self.spec, self.policy = build(options)
-        self.optimizer = self.make_optimizer()
-        self.learning_rates = [group["lr"] for group in self.optimizer.param_groups]
-        self.restore()
-        set_up_memory()
-        self.saved_step = self.step
-        self.first_step = self.step
-        try:
-            self.open_folder()
-        except UserError:
-            Run.close(self)  # not those of subclasses: ranks have yet to agree
-            raise
-        self.began_at = time.perf_counter()
-        self.logged_at = self.began_at
-
-    def make_optimizer(self):
-        """What learns: `param_groups`, `zero_grad`, `step`, `state_dict`, `load_state_dict`."""
-        weights = self.policy.parameters()
-        return torch.optim.Adam(weights, lr=self.options.learning_rate, eps=1e-5, fused=True)
-
-    def restore(self):
-        """With --resume, put in place what was learned before. Raises UserError."""
-        if not self.options.resume:
+    def __init__(self, options, step, silent=False):
+        """Make the folder, or with --resume take it. Raises UserError."""
+        total = max(options.total_timesteps, step)
+        self.bar = None
+        if silent:
             return
-        path = Path(self.options.resume) / "checkpoint.pt"
-        saved = load_policy(self.policy, path)
-        self.step = saved["step"]
-        self.update = saved["update"]
-        try:
-            self.optimizer.load_state_dict(saved["optimizer"])
-            for weight, state in self.optimizer.state.items():
-                for part in state.values():  # torch tells weights by their order alone
-                    alike = torch.is_tensor(part) and part.dim() == weight.dim()
-                    if alike and part.shape != weight.shape:
-                        raise ValueError("its state is of other weights")
-        except (ValueError, KeyError) as error:
-            raise UserError(f"{path} belongs to another optimizer or network: {error}") from None
-        if saved["columns"] == list(self.spec.episode_columns):  # else they mean something else
-            self.recent.extend(saved["recent"])
-        if self.options.target_entropy is None:  # fixed: as the options say
-            self.policy.log_ent_coef.data.fill_(math.log(max(self.options.ent_coef, 1e-30)))
-
-    def open_folder(self):
-        """Make the folder, say what is trained, and where. Raises UserError."""
-        options = self.options
         name = f"{options.env_id}__{options.exp_name}__{options.seed}__{int(time.time())}"
         name = name.replace("/", "-").replace(":", "-")
-        self.folder = Path(options.resume or Path(options.runs_dir) / name)
+        self.path = Path(options.resume or Path(options.runs_dir) / name)
         text = json.dumps(asdict(options), indent=2) + "\n"
         try:
             if not options.resume:
-                self.folder.mkdir(parents=True)
-            self.lock = lock_folder(self.folder)
-            write_file(self.folder / "options.json", lambda file: file.write(text.encode()))
+                self.path.mkdir(parents=True)
+            self.lock = lock_folder(self.path)
+            write_file(self.path / "options.json", lambda file: file.write(text.encode()))
         except OSError as error:
-            reason = f"{error.filename or self.folder} cannot be written ({error.strerror})"
+            self.close()
+            reason = f"{error.filename or self.path} cannot be written ({error.strerror})"
             raise UserError(f"{reason}: choose another place") from None
         from torch.utils.tensorboard import SummaryWriter  # takes a second to import
 
-        purge_step = self.step + 1 if options.resume else None
-        self.writer = SummaryWriter(self.folder, purge_step=purge_step)
-        total = max(options.total_timesteps, self.step)
-        self.bar = tqdm(total=total, initial=self.step, unit=" steps", dynamic_ncols=True)
-        self.bar.write(f"{self.folder}: {self.headline()}")
+        self.writer = SummaryWriter(self.path, purge_step=step + 1 if options.resume else None)
+        self.bar = tqdm(total=total, initial=step, unit=" steps", dynamic_ncols=True)
 
-    def headline(self):
-        """The run's first line: what was chosen, and why."""
-        workers, why = count_workers(self.options, self.spec)
-        how = " ".join([self.options.sampler, *self.options.extensions])
-        weights = list(self.policy.parameters())
-        size = f"{sum(weight.numel() for weight in weights):,} parameters on {weights[0].device}"
-        return f"{how}, {self.options.num_envs} environments, workers: {workers} ({why}), {size}"
+    def say(self, text):
+        """Print a line above the progress bar."""
+        if self.bar is not None and text:
+            self.bar.write(text)
 
-    def close(self):
-        """Finish the files."""
+    def progress(self, step, logs=None):
+        """Move the progress bar to a step, and show what was logged there."""
+        if self.bar is None:
+            return
+        if logs:
+            shown = {"return": "charts/episodic_return"}
+            shown |= {"success": "metrics/success", "spl": "metrics/spl"}
+            postfix = {word: f"{logs[tag]:.3g}" for word, tag in shown.items() if tag in logs}
+            self.bar.set_postfix(postfix, refresh=False)
+        self.bar.update(max(0, step - self.bar.n))
+
+    def write_scalars(self, logs, step):
+        """Add points to TensorBoard's curves. Raises OSError if the disk is full."""
+        if self.writer is not None:
+            for tag, value in logs.items():
+                self.writer.add_scalar(tag, value, step)
+
+    def write_checkpoint(self, content):
+        """Replace the checkpoint. Raises OSError, and the one before stays."""
+        if self.path is not None:
+            write_checkpoint(content, self.path / "checkpoint.pt")
+
+    def close_bar(self):
+        """End the progress bar: what follows is not training."""
         if self.bar is not None:
             self.bar.close()
+
+    def close(self):
+        """Finish the files, and let the folder go."""
+        self.close_bar()
         if self.writer is not None:
             with contextlib.suppress(OSError):  # a full disk: said before
                 self.writer.close()
         if self.lock is not None:
             os.close(self.lock)
-
-    def rollouts(self):
-        """The iterator over rollouts, without end. Closing it ends its processes."""
-        return inline_rollouts(self)
-
-    def enough(self, rows=0):
-        """Whether a rollout of so many rows ends early: after a signal. Moves the progress bar."""
-        self.bar.update(max(0, self.step + rows - self.bar.n))
-        return self.signal is not None
-
-    def collect(self, source):
-        """The next rollout. Raises Interrupted if a signal has come."""
-        rollout = next(source)
-        if self.signal:
-            raise Interrupted(self.signal)
-        return rollout
-
-    def add_returns(self, rollout):
-        """Find out what its steps are worth; returns what is learned from."""
-        return add_returns(rollout, self.options)
-
-    def average(self, tensors):
-        """Average these tensors over all processes that learn together, in place: alone, nothing.
-        """
-
-    def decay(self):
-        """The share of the learning rate that is left."""
-        return decay_at(self.step, self.options)
-
-    def schedule(self):
-        """Set the learning rate of the next update; returns its share of the first one."""
-        decay = self.decay()
-        for group, rate in zip(self.optimizer.param_groups, self.learning_rates):
-            group["lr"] = rate * decay
-        return decay
-
-    def note_signal(self, number, _frame):
-        """Signals are noted, so that training ends where weights are whole; a second one ends it
-        wherever it is."""
-        self.signal = number
-        with contextlib.suppress(OSError):  # nobody reads it
-            os.write(2, b"\nstopping after this update; once more ends at once\n")
-        for each in SIGNALS:
-            signal.signal(each, signal.SIG_DFL)
-
-    @contextlib.contextmanager
-    def training(self):
-        """Around all training: yields the iterator over rollouts; saves, however it ends."""
-        torch.manual_seed(derive_seed(SEED_OF_LEARNER, self.options.seed, self.step))
-        handlers = {number: signal.signal(number, self.note_signal) for number in SIGNALS}
-        with contextlib.closing(self.rollouts()) as source:
-            try:
-                yield source
-                if self.signal:  # it came in the last update
-                    raise Interrupted(self.signal)
-                self.save()
-            except self.saved_after:
-                self.save()
-                if self.step and not self.unsaved:
-                    how = f"go on with: --resume {self.folder}"
-                    self.bar.write(f"stopped at step {self.step}; {how}")
-                raise
-            finally:
-                for number, handler in handlers.items():
-                    signal.signal(number, handler)
-                self.tell_limits()
-
-    def tell_limits(self):
-        """Say what took most of the time in the last hundred updates. (Not in the first one, in
-        which environments start.)"""
-        if self.cycles:
-            cycle_sec, shares = zip(*self.cycles)
-            means = np.average(shares, axis=0, weights=cycle_sec)
-            self.bar.write(what_limits(self.options, *means))
-
-    @contextlib.contextmanager
-    def learning(self):
-        """Around the learning of one update: sets the number of threads, takes the time. Yields a
-        dictionary to log. On busy cores, threads that wait for each other are slower than one
-        alone; so there is one for the next 30 updates if this one had to wait for its core for a
-        tenth of the time (for its own workers, which finish their steps, it waits less)."""
-        began_at = time.perf_counter()
-        delay_sec = -run_delay_sec()
-        logs = {}
-        threads = self.options.learner_threads
-        if threads == "auto":
-            threads = 1 if self.crowded else min(4, count_cores())
-        torch.set_num_threads(threads)
-        yield logs
-        learning_sec = time.perf_counter() - began_at
-        delay_sec += run_delay_sec()
-        self.crowded = 30 if delay_sec > 0.1 * learning_sec else max(0, self.crowded - 1)
-        logs["time/learning_sec"] = learning_sec
-
-    def log(self, rollout, logs):
-        """Count an update and its steps, write what to log, and from time to time a checkpoint."""
-        steps, logs, episodes = self.describe(rollout, logs)
-        if self.step > self.first_step:
-            shares = [logs[f"time/{name}_share"] for name in SHARES]
-            self.cycles.append((logs["time/cycle_sec"], shares))
-            if len(self.cycles) == 10:
-                self.tell_limits()
-        self.step += steps
-        self.update += 1
-        self.recent.extend(episodes)
-        logs["charts/SPS_update"] = steps / logs["time/cycle_sec"]
-        logs["charts/SPS"] = (self.step - self.first_step) / (time.perf_counter() - self.began_at)
-        if self.recent:
-            metrics = [f"metrics/{name}" for name in self.spec.metrics]
-            tags = ["charts/episodic_return", "charts/episodic_length", *metrics]
-            logs |= dict(zip(tags, np.array(self.recent).mean(axis=0)))
-        shown = {"return": "charts/episodic_return"}
-        shown |= {"success": "metrics/success", "spl": "metrics/spl"}
-        postfix = {word: f"{logs[tag]:.3g}" for word, tag in shown.items() if tag in logs}
-        self.bar.set_postfix(postfix, refresh=False)
-        self.bar.update(self.step - self.bar.n)
-        if self.folder:  # of ranks, the first has one
-            self.write_scalars(logs)
-        if self.step - self.saved_step >= self.options.checkpoint_interval:
-            self.save()
-
-    def describe(self, rollout, logs):
-        """An update's steps; what to log of it: where the time went, how uneven the environments
-        and how old the data were; and the numbers of the episodes that ended."""
-        if self.options.debug:
-            check_rollout(rollout, self.update, self.max_lag)
-        steps = rollout.complete
-        began_at, ended_at, waited_sec = rollout.clock
-        rollout_sec = ended_at - began_at
-        now = time.perf_counter()
-        cycle_sec = now - self.logged_at
-        self.logged_at = now
-        simulated_sec = steps["step_sec"].sum()
-        workers, _ = count_workers(self.options, self.spec)
-        busy_share = simulated_sec / max(1, workers) / rollout_sec
-        if workers == 0:  # what the simulators take is not the network's
-            waited_sec += simulated_sec
-        lag_S = self.update - steps["version"]
-        given_N = np.bincount(steps["env"], minlength=rollout.num_envs)
-        error_S = steps["returns"].astype(float) - steps["value"]
-        variance = steps["returns"].astype(float).var()
-        logs = logs | {
-            "losses/explained_variance": 1 - error_S.var() / variance if variance else 0.0,
-            "charts/learning_rate": self.optimizer.param_groups[0]["lr"],
-            "charts/return_scale": self.policy.critic.scale.item(),
-            "time/waiting_share": waited_sec / cycle_sec,
-            "time/inference_share": (rollout_sec - waited_sec) / cycle_sec,
-            "time/learning_share": logs["time/learning_sec"] / cycle_sec,
-            "time/cycle_sec": cycle_sec,
-            "time/rollout_sec": rollout_sec,
-            "time/env_step_ms": 1000 * simulated_sec / len(steps),
-            "time/worker_idle_share": max(0.0, 1 - busy_share),
-            "ver/batch_size": len(steps) / len(np.unique(steps["sent_at"])),
-            "ver/steps_per_env_min": given_N.min(),
-            "ver/steps_per_env_max": given_N.max(),
-            "ver/carried_share": (steps["sent_at"] < began_at).mean(),
-            "ver/policy_lag_mean": lag_S.mean(),
-            "ver/policy_lag_max": lag_S.max(),
-            "ver/importance_weight": steps["weight"].mean(),
-            "ver/made_up_steps": (steps["step_sec"] == 0.0).sum(),  # by `CheckedEnvironment.start`
-        }
-        episodes = steps["episode_stats"][steps["done"]]
-        return len(steps), logs, episodes[np.isfinite(episodes[:, 0])].tolist()
-
-    def write_scalars(self, logs):
-        """Add points to TensorBoard's curves; says so once if that fails (a full disk), and goes on
-        without."""
-        if not self.writer:
-            return
-        try:
-            for tag, value in logs.items():
-                self.writer.add_scalar(tag, value, self.step)
-        except OSError as error:
-            self.bar.write(f"TensorBoard's curves end at step {self.step}: {error}")
-            self.writer = None
-
-    def save(self):
-        """Write the checkpoint, if it is not there yet: only tensors and plain types, so that it
-        loads with weights_only=True and a foreign file can execute nothing."""
-        if self.step == self.saved_step > self.first_step and not self.unsaved:
-            return
-        content = {
-            "format": CHECKPOINT_FORMAT,
-            "options": asdict(self.options),
-            "policy": self.policy.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "step": self.step,
-            "update": self.update,
-            "columns": list(self.spec.episode_columns),
-            "recent": list(self.recent),
-        }
-        self.saved_step = self.step
-        self.unsaved = None
-        try:
-            write_checkpoint(content, self.folder / "checkpoint.pt")
-        except (OSError, RuntimeError) as error:
-            self.unsaved = str(error).splitlines()[0][:200]
-            what = f"checkpoint of step {self.step} not written, the one before stays"
-            self.bar.write(f"{what}: {self.unsaved}")
-
-    def evaluate(self):
-        """Evaluate what was learned. Raises OSError if it could not be saved."""
-        self.bar.close()
-        if self.options.eval_episodes:
-            means = report_evaluation(self.policy, self.spec, self.options)
-            if self.step > self.first_step:  # else they are in the curves already
-                self.write_scalars(means)
-        if self.unsaved:
-            raise OSError(f"the last checkpoint could not be written: {self.unsaved}")
-
-
-SHARES = "waiting", "inference", "learning", "worker_idle"
-
-
-def what_limits(options, waiting, inference, learning, worker_idle):
-    """One line that says what takes most of the time, by the shares that are logged as time/...,
-    and what helps.
-
-    >>> what_limits(Options(sampler="sync"), 0.7, 0.1, 0.2, 0.6)
-    'waiting for stragglers takes 70 % of the time: try --sampler ver'
-    """
-    sizes = "more --num-envs and fewer --num-steps"
-    parts = [
-        (learning, "learning", f"a GPU, or {sizes}"),
-        (inference, "inference", f"a GPU, or {sizes}"),
-        (waiting, "waiting for simulators", "more --num-envs, --num-workers, or CPU cores"),
-        (1 - waiting - inference - learning, "all else", "ranks that are equally fast"),
-    ]
-    if worker_idle > 0.5 and options.sampler in ("sync", "nover"):
-        parts[2] = waiting, "waiting for stragglers", "--sampler ver"
-    share, what, cure = max(parts)
-    return f"{what} takes {share:.0%} of the time: try {cure}".replace("%", " %")
-
-
-@torch.inference_mode()
-def evaluate(policy, spec, options):
-    """Play --eval-episodes validation episodes. Returns their numbers, E x (return, length,
-    metrics).
-
-    Each environment plays its share, so that short episodes do not count more than long ones; for
-    the same --num-envs and --eval-episodes they are the same for every policy. (An episode in which
-    the environment dies is replaced by a later one: if long ones die more often, those that count
-    are shorter than usual.)
-    """
-    num_envs = min(options.num_envs, options.eval_episodes)
-    num_workers = min(count_workers(options, spec)[0], num_envs)
-    sizes = {"num_envs": num_envs, "num_workers": num_workers, "num_minibatches": 1}
-    device = next(policy.parameters()).device
-    options = replace(options, **sizes, device=str(device), seed=0, sampler="ver")
-    share, rest = divmod(options.eval_episodes, num_envs)
-    left_N = share + (np.arange(num_envs) < rest)
-    io = EnvIO(spec, num_envs)
-    found = []
-    generators = torch.random.fork_rng([device] if device.type == "cuda" else [])
-    workers = make_workers(options, "val", spec, io)
-    bar = tqdm(total=options.eval_episodes, unit=" episodes", delay=20, leave=False)
-    with generators, contextlib.closing(workers), bar:
-        torch.set_num_threads(1)  # as in training
-        torch.manual_seed(options.seed)
-        collector = Collector(policy, workers, io, spec, options)
-        collector.greedy = options.greedy
-        while len(found) < options.eval_episodes:
-            env_B = collector.await_answers(room=num_envs)
-            whole_B = np.isfinite(io.episode_stats[env_B, 0])  # not one that was started again
-            for e in env_B[collector.in_flight_N[env_B] & io.first[env_B] & whole_B]:
-                found.append(io.episode_stats[e].tolist())
-                left_N[e] -= 1
-                bar.update()
-            collector.act(env_B[left_N[env_B] > 0])
-    return np.array(found)
-
-
-def report_evaluation(policy, spec, options):
-    """Evaluate, print mean +- standard error of every number. Returns the means to log."""
-    began_at = time.perf_counter()
-    found = evaluate(policy, spec, options)
-    sec = time.perf_counter() - began_at
-    means = found.mean(axis=0)
-    errors = found.std(axis=0, ddof=len(found) > 1) / math.sqrt(len(found))
-    names = spec.episode_columns
-    parts = [f"{n} {mean:.3f} ± {error:.3f}" for n, mean, error in zip(names, means, errors)]
-    how = "greedy" if options.greedy else "sampled"
-    print(f"evaluation, {len(found)} {how} episodes in {sec:.0f} s: {', '.join(parts)}")
-    return {f"eval/{name}": mean for name, mean in zip(names, means)}
+            self.lock = None
 
 
 # ------------------------------------------------------------------------------------------ Speed
-# Adds what makes learning on a CPU faster, measured, and copies to a GPU few. The lesson calls
-# `upload`; `Run` calls `set_up_memory`.
+# Adds what makes learning on a CPU faster, measured. The lesson calls `lstm_step`,
+# `lstm_sequences`, `learner_threads`, `run_delay_sec`, `CROWDED_UPDATES` and `set_up_memory`.
+
+CROWDED_UPDATES = 10
 
 
-def upload(arrays, device):
-    """numpy arrays as tensors on a device. To a GPU they go in one copy, because each takes as long
-    there as one of the network's kernels."""
-    tensors = [torch.from_numpy(numbers) for numbers in arrays]
-    if device.type == "cpu":
-        return tensors
-    sizes = [-(-tensor.nbytes // 8) * 8 for tensor in tensors]  # each begins at a whole word
-    staged = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
-    for part, numbers in zip(staged.split(sizes), arrays):
-        part.numpy()[: numbers.nbytes] = numbers.ravel().view(np.uint8)
-    parts = staged.to(device, non_blocking=True).split(sizes)
-    sent = []
-    for part, tensor in zip(parts, tensors):
-        sent.append(part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape))
-    return sent
+def lstm_step(lstm, x_BF, memory):
+    """One step of an nn.LSTM: output B x H and the memory after it. nn.LSTM itself would take twice
+    as long on a CPU."""
+    hidden = []
+    cells = []
+    out_BH = x_BF
+    for layer, weights in enumerate(lstm.all_weights):
+        out_BH, cell_BH = torch.lstm_cell(out_BH, [part[layer] for part in memory], *weights)
+        hidden.append(out_BH)
+        cells.append(cell_BH)
+    return out_BH, (torch.stack(hidden), torch.stack(cells))
+
+
+def lstm_sequences(lstm, packed, memory):
+    """An nn.LSTM over a PackedSequence: output M x H. CPUs have a fast LSTM for sequences of equal
+    length. Padding to it costs more than it gains if it makes more than about five times as many
+    steps."""
+    padded_steps = len(packed.batch_sizes) * int(packed.batch_sizes[0])
+    if packed.data.device.type != "cpu" or padded_steps > 5 * len(packed.data):
+        out, _ = lstm(packed, memory)
+        return out.data
+    padded, length_Q = pad_packed_sequence(packed)
+    out, _ = lstm(padded, memory)
+    return pack_padded_sequence(out, length_Q).data
+
+
+def learner_threads(options, crowded):
+    """How many threads learn: one for each core, at most 4.
+
+    Threads wait for each other many times in an update, so one that has lost its core to another
+    program holds all of them up. Then one thread alone is faster. So after an update in which the
+    main thread had to wait for its core for a tenth of the time, one thread makes the next 10
+    updates. (For the run's own workers, which finish their steps, it waits less.) And a thread that
+    waits for another does not spin for long, which GOMP_SPINCOUNT=1000 sees to, because the first
+    such update could otherwise take minutes.
+    """
+    if options.learner_threads != "auto":
+        return options.learner_threads
+    return 1 if crowded else min(4, count_cores())
+
+
+def run_delay_sec():
+    """Seconds for which this thread was ready to run but waited for a core. (Linux counts them.)"""
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+    except OSError:
+        return 0.0
 
 
 def set_up_memory():
@@ -2395,8 +2577,8 @@ def set_up_memory():
 
 # ---------------------------------------------------------------- The command line and its checks
 # Adds refusals in one line, before anything is started, and the four doors to code elsewhere:
-# --env-id with its arguments, --wrappers, --policy, --extensions. The lesson calls `check_options`,
-# `choose_device` and `extend`; all that a string names is found by `find`.
+# --env-id with its arguments, --wrappers, --policy, --extensions. Whatever a string names is found
+# by `find`. The lesson calls `check_options` and `build`.
 
 ALIASES = {
     "pointnav": "notebooks.environments.pointnav:PointNav-v0",
@@ -2508,42 +2690,71 @@ def extend(run_class, options):
     return run_class
 
 
+def make_policy(spec, options):
+    """The network that --policy names, in evaluation mode, which only `Run.update` leaves for a
+    while. Raises UserError."""
+    return load(options.policy, "--policy")(spec, options).eval()
+
+
+def build(options):
+    """What there is to know of the environment (`EnvSpec`), and a new policy on its device. Raises
+    UserError."""
+    device = choose_device(options)
+    options = replace(options, device=str(device))
+    spec = describe_env(options)
+    torch.manual_seed(options.seed)
+    return spec, make_policy(spec, options).to(device)
+
+
+def launch(options, run_class=Run):
+    """Train as the options say. Returns the run folder. Raises UserError."""
+    extended_class = extend(run_class, options)
+    with contextlib.closing(extended_class(options)) as run:
+        train(run)
+    return run.folder.path
+
+
 def refuse(options, name, message):
     """Raise UserError for an option."""
     raise UserError(f"--{name.replace('_', '-')} {getattr(options, name)}: {message}")
 
 
+POSITIVE = "total_timesteps", "num_envs", "num_steps", "num_minibatches", "update_epochs"
+POSITIVE += "clip_coef", "checkpoint_interval", "learner_threads", "learning_rate"
+POSITIVE += "max_grad_norm", "env_timeout", "hidden_size"
+NOT_NEGATIVE = "seed", "num_workers", "eval_episodes", "max_worker_restarts", "ent_coef"
+NOT_NEGATIVE += "vf_coef", "lstm_layers"
+FRACTIONS = "gamma", "gae_lambda"
+
+
 def check_options(options):
-    """Raise UserError for the first option that cannot work, with the way to mend it."""
-    o = options
-    positive = "total_timesteps num_envs num_steps num_minibatches update_epochs clip_coef"
-    positive += " checkpoint_interval learner_threads learning_rate max_grad_norm env_timeout"
-    positive += " hidden_size"
-    for name in positive.split():
-        if not (getattr(o, name) == "auto" or 0 < getattr(o, name) < math.inf):
-            refuse(o, name, "must be a positive number")
-    amounts = "seed num_workers eval_episodes max_worker_restarts ent_coef vf_coef lstm_layers"
-    for name in amounts.split():
-        if not (getattr(o, name) == "auto" or 0 <= getattr(o, name) < 2**63):
-            refuse(o, name, "must be 0 or more")
-    for name in ("gamma", "gae_lambda"):
-        if not 0 <= getattr(o, name) <= 1:
-            refuse(o, name, "must be within 0..1")
+    """Raise UserError for the first option that cannot work, and say how to fix it."""
+    values = {name: value for name, value in vars(options).items() if value != "auto"}
+    for name in values.keys() & POSITIVE:
+        if not 0 < values[name] < math.inf:
+            refuse(options, name, "must be a positive number")
+    for name in values.keys() & NOT_NEGATIVE:
+        if not 0 <= values[name] < 2**63:
+            refuse(options, name, "must be 0 or more")
+    for name in FRACTIONS:
+        if not 0 <= values[name] <= 1:
+            refuse(options, name, "must be within 0..1")
     most_envs = select.PIPE_BUF // 4
-    if o.num_envs > most_envs:
-        refuse(o, "num_envs", f"must be at most {most_envs}: one pipe write")
-    most_workers = min(o.num_envs, MAX_WORKERS)
-    if o.num_workers != "auto" and o.num_workers > most_workers:
-        refuse(o, "num_workers", f"must be within 0..{most_workers}")
-    if o.num_minibatches > o.rollout_steps:
-        steps = f"--num-steps x --num-envs = {o.rollout_steps}"
-        refuse(o, "num_minibatches", f"must be at most {steps}")
-    if o.checkpoint and o.resume:
-        refuse(o, "checkpoint", "evaluates and --resume trains: give one")
+    if options.num_envs > most_envs:
+        refuse(options, "num_envs", f"must be at most {most_envs}: one pipe write")
+    most_workers = min(options.num_envs, MAX_WORKERS)
+    if values.get("num_workers", 0) > most_workers:
+        refuse(options, "num_workers", f"must be within 0..{most_workers}")
+    if options.num_minibatches > options.rollout_steps:
+        steps = f"--num-steps x --num-envs = {options.rollout_steps}"
+        refuse(options, "num_minibatches", f"must be at most {steps}")
+    if options.checkpoint and options.resume:
+        refuse(options, "checkpoint", "evaluates and --resume trains: give one")
 
 
 def choose_device(options):
-    """The torch device that the options name. Raises UserError if this machine does not have it."""
+    """The torch device that the options name, with its number. Raises UserError if this machine
+    does not have it."""
     name = options.device
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -2553,7 +2764,32 @@ def choose_device(options):
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         refuse(options, "device", f"cannot be used ({reason}): try --device cpu")
-    return one.device  # with its number
+    return one.device
+
+
+DOORS = {"env_id": gym.Env, "wrappers": gym.Wrapper, "policy": nn.Module, "extensions": Run}
+
+
+def check_foreign(text, name):
+    """Raise UserError for what a file names behind one of the four doors, unless it is one of this
+    project's short names, or a class of the expected kind.
+
+    To learn the kind, the module is imported. So it must not be one of Python's own, which would
+    let a stranger choose among hundreds of programs.
+    """
+    short, _, _ = text.partition("(")
+    module, colon, _ = short.rpartition(":")
+    option = "--" + name.replace("_", "-")
+    if short in ALIASES or (name == "env_id" and not colon):
+        return
+    found = None
+    if module.split(".")[0] not in sys.stdlib_module_names:
+        found, _ = find(text, option)
+    known = isinstance(found, gym.envs.registration.EnvSpec)
+    if not known and not (inspect.isclass(found) and issubclass(found, DOORS[name])):
+        kind = DOORS[name].__name__
+        advice = f"if you trust it, give {option} on the command line"
+        raise UserError(f"{option} {text!a} comes from a file, and is no {kind}: {advice}")
 
 
 def parse_options(argv, kind=Options):
@@ -2570,8 +2806,12 @@ def parse_options(argv, kind=Options):
     names = {field.name for field in fields(kind)} - {"device", "resume", "checkpoint"}
     saved = {name: value for name, value in saved.items() if name in names}
     options = replace(tyro.cli(kind, args=argv, default=kind(**saved)), **place)
-    doors = [options.env_id, *options.wrappers, options.policy, *options.extensions]
-    print(f"{path} names code that is imported: {ascii(doors)[1:-1]}")
+    doors = {name: np.atleast_1d(getattr(options, name)).tolist() for name in DOORS}
+    print(f"{path} names code that is imported: {ascii(sum(doors.values(), []))[1:-1]}")
+    for name, texts in doors.items():
+        if getattr(options, name) != getattr(given, name):  # it comes from the file
+            for text in texts:
+                check_foreign(text, name)
     for name, value in saved.items():
         if getattr(options, name) != value:
             option = name.replace("_", "-")
@@ -2579,7 +2819,7 @@ def parse_options(argv, kind=Options):
     return options
 
 
-def main(argv=None, kind=Options, train=train):
+def main(argv=None, kind=Options, launch=launch):
     """Command line. Exit status 0: done, 1: failed while running, 2: refused, 130 or 143: stopped
     by a signal."""
     program = Path(sys.modules[kind.__module__].__file__).name
@@ -2590,7 +2830,7 @@ def main(argv=None, kind=Options, train=train):
             load_policy(policy, options.checkpoint)
             report_evaluation(policy, spec, options)
         else:
-            train(options)
+            launch(options)
         return 0
     except UserError as error:
         print(f"{program}: {error}", file=sys.stderr)

@@ -226,7 +226,7 @@ def compare_samplers(seconds_NK, num_steps, updates, inference_sec, learning_sec
         weights = []
 
         def learn(rollout):
-            weights.append(importance_weights(rollout.env, num_envs).sum())
+            weights.append(importance_weights(rollout["env"], num_envs).sum())
 
         arguments = sampler, lambda e, k: seconds_NK[e, k], num_envs, num_steps, updates
         found = virtual_clock.run(*arguments, **costs, learn=learn)

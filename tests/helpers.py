@@ -120,7 +120,7 @@ def make_environment(env_id, number=0, **options):
     options = ver_ppo.Options(env_id=env_id, num_envs=number + 1, num_workers=0, **options)
     spec = ver_ppo.describe_env(options)
     io = ver_ppo.EnvIO(spec, number + 1)
-    return ver_ppo.CheckedEnvironment(number, options, "train", spec, io), io
+    return ver_ppo.Environment(number, options, "train", spec, io), io
 
 
 def free_port():

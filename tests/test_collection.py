@@ -86,26 +86,26 @@ def test_carry_over():
     names = (
         "env segment version first prev_action action log_prob value inference_at sent_at".split()
     )
-    in_flight = {name: getattr(c.pending, name)[2].copy() for name in names} | {
+    in_flight = {name: c.pending[name][2].copy() for name in names} | {
         "state": c.pending.state[2].clone()
     }
     with torch.no_grad():
         policy.critic.bias += 1.0  # the update
     c.version = 1
     c.collect(rollout)
-    (step,) = np.flatnonzero(rollout.env == 2)
+    (step,) = np.flatnonzero(rollout["env"] == 2)
     for name, before in in_flight.items():
-        np.testing.assert_array_equal(getattr(rollout, name)[step], before, err_msg=name)
-    assert rollout.version[step] == 0 and rollout.reward[step] == pytest.approx(reward_of(2, 0))
-    assert (np.delete(rollout.version, step) == 1).all()
-    assert (rollout.sent_at < rollout.clock[0]).sum() == 1
+        np.testing.assert_array_equal(rollout[name][step], before, err_msg=name)
+    assert rollout["version"][step] == 0 and rollout["reward"][step] == pytest.approx(reward_of(2, 0))
+    assert (np.delete(rollout["version"], step) == 1).all()
+    assert (rollout["sent_at"] < rollout.clock[0]).sum() == 1
 
 
 @torch.no_grad()
 def step_again(policy, rollout):
     """Distributions, values, and memories after each step, from what the rollout stores."""
-    prev_action = torch.from_numpy(rollout.prev_action.copy())
-    first = torch.from_numpy(rollout.first.copy())
+    prev_action = torch.from_numpy(rollout["prev_action"].copy())
+    first = torch.from_numpy(rollout["first"].copy())
     return policy.step(rollout.obs, prev_action, first, rollout.state)
 
 
@@ -116,19 +116,19 @@ def test_steps_hold_what_was_known():
     policy, rollout, c = build(workers, num_envs, 40)
     c.collect(rollout)
     distribution, value, after = step_again(policy, rollout)
-    log_prob = distribution.log_prob(torch.from_numpy(rollout.action.copy()))
-    np.testing.assert_allclose(value, rollout.value, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(log_prob, rollout.log_prob, rtol=1e-5, atol=1e-6)
+    log_prob = distribution.log_prob(torch.from_numpy(rollout["action"].copy()))
+    np.testing.assert_allclose(value, rollout["value"], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(log_prob, rollout["log_prob"], rtol=1e-5, atol=1e-6)
     # actions are drawn from it
     assert log_prob.mean() == pytest.approx(-distribution.entropy().mean().item(), abs=0.1)
-    assert num_envs > 1 and rollout.first.sum() > num_envs + 5
+    assert num_envs > 1 and rollout["first"].sum() > num_envs + 5
     for e in range(num_envs):
-        steps = np.flatnonzero(rollout.env == e)
+        steps = np.flatnonzero(rollout["env"] == e)
         for earlier, later in zip(steps[:-1], steps[1:]):
             torch.testing.assert_close(
-                rollout.state[later], after[earlier] * (not rollout.first[later])
+                rollout.state[later], after[earlier] * (not rollout["first"][later])
             )
-            assert rollout.prev_action[later] == rollout.action[earlier]
+            assert rollout["prev_action"][later] == rollout["action"][earlier]
 
 
 @pytest.mark.parametrize("sampler", ["ver", "nover"])
@@ -147,7 +147,7 @@ def test_truncation_and_bootstrap_values(sampler):
         c.enough = lambda *_: rng.random() < 0.02
         for c.version in range(4):
             c.collect(rollout)
-            after, env = step_again(policy, rollout)[2], rollout.env[: rollout.rows]
+            after, env = step_again(policy, rollout)[2], rollout["env"][: rollout.rows]
             for k, e in enumerate(env):
                 ending, reward = workers.ending(e, steps_N[e]), reward_of(e, steps_N[e])
                 steps_N[e] += 1
@@ -156,12 +156,12 @@ def test_truncation_and_bootstrap_values(sampler):
                     dtype=torch.float32,
                 )
                 with torch.no_grad():
-                    action = torch.from_numpy(rollout.action[[k]])
+                    action = torch.from_numpy(rollout["action"][[k]])
                     value = policy.step({"obs": obs}, action, torch.tensor([False]), after[[k]])[
                         1
                     ].item()
-                assert rollout.done[k] == (ending is not None)
-                assert rollout.reward[k] == pytest.approx(
+                assert rollout["done"][k] == (ending is not None)
+                assert rollout["reward"][k] == pytest.approx(
                     reward + 0.9 * value * (ending == "truncated"), rel=1e-4, abs=1e-5
                 )
                 found["truncated"] += ending == "truncated"
@@ -192,33 +192,33 @@ def test_dynamic_batch():
 
 def steps_of(rollout, e):
     """Indices of one environment's steps."""
-    return np.flatnonzero(rollout.env == e)
+    return np.flatnonzero(rollout["env"] == e)
 
 
 def go_back(rollout):
     """Let the last step of environment 0 be of an older policy, though one before it is not."""
     last = steps_of(rollout, 0)[-1]
-    rollout.version[last] = rollout.sent_at[last] = 0
+    rollout["version"][last] = rollout["sent_at"][last] = 0
 
 
 # a way to break each invariant that check_rollout states, and the message that it should cause
 CORRUPTIONS = [
     ("at most S steps", lambda r: setattr(r, "rows", 0)),
     ("one step at most was in flight", lambda r: setattr(r, "clock", (np.inf, np.inf, 0.0))),
-    ("come from the current policy", lambda r: np.put(r.version, steps_of(r, 0)[3], 0)),
-    ("a policy that is still to come", lambda r: np.put(r.version, steps_of(r, 0)[3], 2)),
-    ("are of one environment", lambda r: np.put(r.env, steps_of(r, 0)[3], 1)),
-    ("begins only where one ended", lambda r: np.put(r.first, steps_of(r, 0)[3], True)),
-    ("begins only where one ended", lambda r: np.put(r.done, steps_of(r, 0)[3], True)),
+    ("come from the current policy", lambda r: np.put(r["version"], steps_of(r, 0)[3], 0)),
+    ("a policy that is still to come", lambda r: np.put(r["version"], steps_of(r, 0)[3], 2)),
+    ("are of one environment", lambda r: np.put(r["env"], steps_of(r, 0)[3], 1)),
+    ("begins only where one ended", lambda r: np.put(r["first"], steps_of(r, 0)[3], True)),
+    ("begins only where one ended", lambda r: np.put(r["done"], steps_of(r, 0)[3], True)),
     ("versions do not go back", go_back),
     (
         "in time order",
-        lambda r: np.put(r.sent_at, steps_of(r, 0)[-1], r.sent_at[steps_of(r, 0)[0]]),
+        lambda r: np.put(r["sent_at"], steps_of(r, 0)[-1], r["sent_at"][steps_of(r, 0)[0]]),
     ),
-    ("memory is zero", lambda r: r.state[np.flatnonzero(r.first)[0]].fill_(1.0)),
-    ("log_prob is finite", lambda r: np.put(r.log_prob, 3, np.nan)),
-    ("value is finite", lambda r: np.put(r.value, 3, np.inf)),
-    ("reward is finite", lambda r: np.put(r.reward, 3, np.inf)),
+    ("memory is zero", lambda r: r.state[np.flatnonzero(r["first"])[0]].fill_(1.0)),
+    ("log_prob is finite", lambda r: np.put(r["log_prob"], 3, np.nan)),
+    ("value is finite", lambda r: np.put(r["value"], 3, np.inf)),
+    ("reward is finite", lambda r: np.put(r["reward"], 3, np.inf)),
     ("bootstrap values are finite", lambda r: np.put(r.bootstrap, 2, np.nan)),
 ]
 

@@ -149,9 +149,9 @@ def start(device, more, rollout_device=None):
     return policy, optimizer, rollout, ver_ppo.Collector(policy, workers, io, spec, options)
 
 
-def learn(policy, optimizer, rollout, options, add_returns=ver_ppo.add_returns):
+def learn(policy, optimizer, rollout, options, add_advantages=ver_ppo.add_advantages):
     """Returns, one update, and the running statistics."""
-    add_returns(rollout, options)
+    add_advantages(rollout, options)
     ver_ppo.ppo_update(policy, optimizer, rollout, options)
     ver_ppo.update_statistics(policy, rollout, 1.0, lambda tensors: None)
 
@@ -179,7 +179,7 @@ def assert_same(mine, other, atol=1e-5):
         "weight",
     ):
         np.testing.assert_allclose(
-            getattr(mine[2], name), getattr(other[2], name), rtol=1e-3, atol=1e-4
+            mine[2][name], other[2][name], rtol=1e-3, atol=1e-4
         )
 
 
@@ -224,7 +224,7 @@ def test_overlapped_rollouts(far_device, task):
         counts.clear()
         there = overlap.to_device(rollout, device)
         assert counts["up"] == (len(rollout.obs) + 1) * (device == FAR)
-        corrected = functools.partial(overlap.add_corrected_returns, policy)
+        corrected = functools.partial(overlap.add_corrected_advantages, policy)
         learn(policy, optimizer, there, c.options, corrected)
         both.append((policy, optimizer, there))
     assert_same(*both)
@@ -247,7 +247,7 @@ def test_copies_are_counted(far_device, task):
     assert not counts["wait"], counts
 
     counts.clear()
-    ver_ppo.add_returns(rollout, c.options)
+    ver_ppo.add_advantages(rollout, c.options)
     ver_ppo.ppo_update(policy, optimizer, rollout, c.options)
     minibatches = c.options.num_minibatches * c.options.update_epochs
     ups = minibatches * (2 if getattr(policy, "cpc", None) else 1)
@@ -270,7 +270,7 @@ def test_stale_steps_and_evaluation(far_device):
         other.copy(np.arange(rollout.capacity), rollout, order)
         for key, part in rollout.obs.items():
             np.testing.assert_array_equal(near(other.obs[key]), near(part)[order])
-    found = ver_ppo.evaluate(policy, spec, ver_ppo.replace(c.options, eval_episodes=3))
+    found = ver_ppo.play_episodes(policy, spec, ver_ppo.replace(c.options, eval_episodes=3))
     assert np.isfinite(found).all()
 
 

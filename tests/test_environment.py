@@ -181,10 +181,10 @@ def test_spaces_are_flattened(capsys):
     expected = "arm camera/grey camera/rgb first hand/0 hand/1 room switches"
     assert sorted(spec.observations) == expected.split()
     io = ver_ppo.EnvIO(spec, 4)
-    assert io.obs["camera/rgb"].dtype == np.uint8 and io.obs["camera/rgb"].shape == (4, 24, 20, 3)
-    assert io.obs["arm"].dtype == np.float32 and io.obs["room"].dtype == io.action.dtype == np.int64
-    assert io.obs["hand/0"].dtype == np.int64 and io.obs["hand/0"].shape == (4, 2, 2)
-    assert spec.choices == [3, 2, 4] and spec.action_dims == 3 and io.action.shape == (4, 3)
+    assert io["obs"]["camera/rgb"].dtype == np.uint8 and io["obs"]["camera/rgb"].shape == (4, 24, 20, 3)
+    assert io["obs"]["arm"].dtype == np.float32 and io["obs"]["room"].dtype == io["action"].dtype == np.int64
+    assert io["obs"]["hand/0"].dtype == np.int64 and io["obs"]["hand/0"].shape == (4, 2, 2)
+    assert spec.choices == [3, 2, 4] and spec.action_dims == 3 and io["action"].shape == (4, 3)
     images = {key for key, space in spec.observations.items() if ver_ppo.image_layout(space)}
     assert images == {"camera/grey", "camera/rgb", "first"}
     left_out = [line.split("'")[1] for line in capsys.readouterr().out.splitlines()]
@@ -287,21 +287,21 @@ def test_resets(env_id):
     apart and the row holds the next episode's first; an autoreset wrapper changes nothing."""
     environment, io = make_environment(env_id)
     environment.answer()
-    assert io.first[0]
-    assert io.truncated[0]
-    assert io.reward[0] == 0 == io.step_sec[0]
-    assert io.episode[0] == 1
-    assert io.obs["obs"][0, 0] == 0 and np.isnan(io.episode_stats[0]).all()
-    offset, io.action[0] = io.obs["obs"][0, 1].item(), 2
+    assert io["first"][0]
+    assert io["truncated"][0]
+    assert io["reward"][0] == 0 == io["step_sec"][0]
+    assert io["episode"][0] == 1
+    assert io["obs"]["obs"][0, 0] == 0 and np.isnan(io["episode_stats"][0]).all()
+    offset, io["action"][0] = io["obs"]["obs"][0, 1].item(), 2
     for step in range(1, 15):
         environment.answer()
         ended = step % 7 == 0
-        assert io.truncated[0] == ended == io.first[0] and not io.terminated[0]
-        assert io.obs["obs"][0, 0].item() == pytest.approx(step % 7 / 10) and io.step_sec[0] > 0
+        assert io["truncated"][0] == ended == io["first"][0] and not io["terminated"][0]
+        assert io["obs"]["obs"][0, 0].item() == pytest.approx(step % 7 / 10) and io["step_sec"][0] > 0
         if step == 7:
-            assert io.final_obs["obs"][0].tolist() == [pytest.approx(0.7), pytest.approx(offset)]
-            assert io.episode_stats[0].tolist() == [pytest.approx(0.7), 7] and io.episode[0] == 2
-            assert io.obs["obs"][0, 1].item() != offset  # another seed
+            assert io["final_obs"]["obs"][0].tolist() == [pytest.approx(0.7), pytest.approx(offset)]
+            assert io["episode_stats"][0].tolist() == [pytest.approx(0.7), 7] and io["episode"][0] == 2
+            assert io["obs"]["obs"][0, 1].item() != offset  # another seed
 
 
 LATENCY = "notebooks.extensions.wrappers:Latency"

@@ -92,8 +92,8 @@ def example_policy(name, policy_class, **arguments):
         workers, 4, 16, lambda spec, options: made(spec, options, **arguments)
     )
     c.collect(rollout)
-    ver_ppo.add_returns(rollout, c.options)
-    sequences = ver_ppo.find_sequences(rollout.segment, rollout.first)
+    ver_ppo.add_advantages(rollout, c.options)
+    sequences = ver_ppo.find_sequences(rollout["segment"], rollout["first"])
     order = torch.randperm(len(sequences)).tolist()
     minibatch = ver_ppo.cut_minibatches([sequences[q] for q in order], 2)[0]
     batch = ver_ppo.make_batch(rollout, minibatch) | {"scale": 1.0}
@@ -281,10 +281,10 @@ def test_auxiliary_loss():
     errors = []
     for sequence in minibatch:
         for row, later in zip(sequence, sequence[1:]):
-            between = rollout.env[row + 1 : later] == rollout.env[row]
-            assert rollout.env[row] == rollout.env[later] and not between.any()
-            assert not rollout.done[row] and not rollout.first[later]
-            action = policy.embed(torch.from_numpy(rollout.action[[row]]), torch.tensor([False]))
+            between = rollout["env"][row + 1 : later] == rollout["env"][row]
+            assert rollout["env"][row] == rollout["env"][later] and not between.any()
+            assert not rollout["done"][row] and not rollout["first"][later]
+            action = policy.embed(torch.from_numpy(rollout["action"][[row]]), torch.tensor([False]))
             guess = policy.guess(torch.cat([core_MH[[place[row]]], action], dim=1))
             errors.append((guess[0] - rollout.obs["obs"][later]) ** 2)
     assert 0 < len(errors) < len(place)
@@ -333,7 +333,7 @@ def test_critic():
     same values."""
     policy, rollout, _, batch = example_policy("own_critic", "OwnCritic")
     distribution, value_M, _ = ver_ppo.run_sequences(policy, batch)
-    np.testing.assert_allclose(value_M.detach(), rollout.value[batch["row"]], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(value_M.detach(), rollout["value"][batch["row"]], rtol=1e-4, atol=1e-5)
     both = {name: weight for name, weight in policy.named_parameters() if weight.requires_grad}
     values = torch.autograd.grad(
         value_M.square().sum(), both.values(), retain_graph=True, allow_unused=True

@@ -69,7 +69,7 @@ class MortalWorkers(VirtualWorkers):
         super().__init__(num_envs, duration)
         options, self.restarts = ver_ppo.Options(), 0
         rest = options, "train", SPEC, self.io
-        self.environments = [ver_ppo.CheckedEnvironment(e, *rest) for e in range(num_envs)]
+        self.environments = [ver_ppo.Environment(e, *rest) for e in range(num_envs)]
 
     def answer(self, e):
         self.steps_N[e] += 1
@@ -96,8 +96,8 @@ def test_made_up_steps(monkeypatch, sampler, seed):
     for c.version in range(12):
         c.collect(rollout)
         ver_ppo.check_rollout(rollout, c.version, lag=12 * (sampler == "async"))
-        is_made_up = rollout.step_sec == 0.0
-        learned += rollout.reward[~is_made_up].tolist()
+        is_made_up = rollout["step_sec"] == 0.0
+        learned += rollout["reward"][~is_made_up].tolist()
         made_up += is_made_up.sum()
         for step in np.flatnonzero(is_made_up):
             check_made_up_step(policy, rollout, step)
@@ -114,16 +114,16 @@ def check_made_up_step(policy, rollout, step):
     """It is the end of its episode, and worth what the policy expects when it sees the same once
     more; where that begins an episode, nothing."""
     obs = {"obs": torch.as_tensor(rollout.obs["obs"][[step]])}
-    action = torch.as_tensor(rollout.action[[step]])
+    action = torch.as_tensor(rollout["action"][[step]])
     before = (
-        torch.as_tensor(getattr(rollout, name)[[step]])
+        torch.as_tensor(rollout[name][[step]])
         for name in ("prev_action", "first", "state")
     )
     *_, state = policy.step(obs, *before)
     value = policy.step(obs, action, torch.tensor([False]), state)[1].item()
-    expected = 0.0 if rollout.first[step] else 0.99 * value
-    assert rollout.reward[step] == pytest.approx(expected, abs=1e-6) and value != 0
-    assert rollout.done[step] and np.isnan(rollout.episode_stats[step]).all()
+    expected = 0.0 if rollout["first"][step] else 0.99 * value
+    assert rollout["reward"][step] == pytest.approx(expected, abs=1e-6) and value != 0
+    assert rollout["done"][step] and np.isnan(rollout["episode_stats"][step]).all()
 
 
 @pytest.fixture(scope="module")
@@ -210,11 +210,11 @@ def test_started_in_the_middle(first):
     options = ver_ppo.Options(env_id="tests.envs:Count-v0")
     spec = ver_ppo.describe_env(options)
     io = ver_ppo.EnvIO(spec, 2)
-    io.first[1] = first
-    io.obs["obs"][1] = 3.0
-    ver_ppo.CheckedEnvironment(1, options, "train", spec, io).answer()
-    assert (io.terminated[1], io.truncated[1], io.reward[1]) == (first, not first, 0)
-    assert (io.final_obs["obs"][1] == 3).all() and io.first[1] and io.obs["obs"][1, 0] == 0
+    io["first"][1] = first
+    io["obs"]["obs"][1] = 3.0
+    ver_ppo.Environment(1, options, "train", spec, io).answer()
+    assert (io["terminated"][1], io["truncated"][1], io["reward"][1]) == (first, not first, 0)
+    assert (io["final_obs"]["obs"][1] == 3).all() and io["first"][1] and io["obs"]["obs"][1, 0] == 0
 
 
 @pytest.mark.parametrize("k", range(1, 200, 11))
@@ -243,16 +243,16 @@ def test_killed_at_any_line(tmp_path, k):
             c.collect(rollout)
             assert rollout.rows == 16, "it waits for ever"
             ver_ppo.check_rollout(rollout, c.version)
-            goes_on, made = ~rollout.done, rollout.step_sec == 0
+            goes_on, made = ~rollout["done"], rollout["step_sec"] == 0
             np.testing.assert_allclose(
-                rollout.reward[goes_on], 0.1 * (rollout.action[goes_on, 0] - 1), atol=1e-6
+                rollout["reward"][goes_on], 0.1 * (rollout["action"][goes_on, 0] - 1), atol=1e-6
             )
             for e in (0, 1):
-                mine = rollout.env == e
+                mine = rollout["env"] == e
                 count = (rollout.obs["obs"].numpy()[mine, 0] * 10).round()
-                first = rollout.first[mine]
+                first = rollout["first"][mine]
                 assert (count[first] == 0).all() and (np.diff(count)[~first[1:]] == 1).all()
-            made_up += np.bincount(rollout.env[made], minlength=2)
+            made_up += np.bincount(rollout["env"][made], minlength=2)
     assert (tmp_path / "killed").exists() and made_up.max() <= 1
 
 
@@ -311,7 +311,7 @@ def test_queueing_is_not_hanging(capfd, num_envs, timeout_sec):
             c.answered += workers.receive(0.1)
         workers.timeout_sec, workers.LOOK_SEC = timeout_sec, 0.02
         c.collect(rollout)
-    assert "started again" not in capfd.readouterr().err and (rollout.step_sec > 0).all()
+    assert "started again" not in capfd.readouterr().err and (rollout["step_sec"] > 0).all()
 
 
 def test_a_pause_is_not_hanging(start):
@@ -380,7 +380,7 @@ class Unclosable(gym.Env):
 
 def test_close_raises(capsys):
     """It is said, and that is all."""
-    environment = ver_ppo.CheckedEnvironment(3, None, "train", None, None)
+    environment = ver_ppo.Environment(3, None, "train", None, None)
     environment.env = Unclosable()
     environment.close()
     words = "environment 3: close() raised RuntimeError('the door is stuck')"
@@ -395,17 +395,17 @@ def test_images_of_another_kind(image):
     """Floats and large integers would lose their value in a table of uint8."""
     spec = ver_ppo.EnvSpec(gym.spaces.Box(0, 255, (8, 8), np.uint8), gym.spaces.Discrete(2), ())
     io = ver_ppo.EnvIO(spec, 1)
-    environment = ver_ppo.CheckedEnvironment(0, None, "train", spec, io)
+    environment = ver_ppo.Environment(0, None, "train", spec, io)
     if image.dtype == np.uint8:
-        environment.write(io.obs, {"obs": image})
-        assert (io.obs["obs"] == 1).all()
+        environment.write(io["obs"], {"obs": image})
+        assert (io["obs"]["obs"] == 1).all()
         return
     words = f"observation 'obs' is {image}, the observation space Box(0, 255, (8, 8), uint8)"
     with (
         np.errstate(invalid="ignore"),  # NaN as a byte
         pytest.raises(ver_ppo.BadAnswer, match=re.escape(words)),
     ):
-        environment.write(io.obs, {"obs": image})
+        environment.write(io["obs"], {"obs": image})
 
 
 CASES = [
@@ -701,7 +701,7 @@ def test_training_in_a_thread(tmp_path):
 
     def train():
         try:
-            ver_ppo.train(options)
+            ver_ppo.launch(options)
         except ver_ppo.UserError as error:
             found.append(str(error))
 
@@ -788,8 +788,8 @@ def test_no_gradient_is_finite(tmp_path, monkeypatch, capsys):
 
     def spoilt(policy, optimizer, rollout, *more):
         weights.append({name: weight.clone() for name, weight in policy.state_dict().items()})
-        rollout.advantage[:] *= np.nan if len(weights) == 3 else 1
-        rollout.returns[:] *= np.nan if len(weights) == 3 else 1
+        rollout["advantage"][:] *= np.nan if len(weights) == 3 else 1
+        rollout["returns"][:] *= np.nan if len(weights) == 3 else 1
         return update(policy, optimizer, rollout, *more)
 
     monkeypatch.setattr(ver_ppo, "ppo_update", spoilt)

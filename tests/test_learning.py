@@ -66,7 +66,7 @@ def test_ppo_loss_by_hand():
 
 def learn(policy, optimizer, rollout, options):
     """One update, as `train` learns."""
-    ver_ppo.add_returns(rollout, options)
+    ver_ppo.add_advantages(rollout, options)
     return ver_ppo.ppo_update(policy, optimizer, rollout, options)
 
 
@@ -124,7 +124,7 @@ def test_epochs(monkeypatch):
     def minibatch_step(policy, optimizer, batch, *rest):
         epochs.append(batch["row"])
         assert len(epochs[-1]) == 15
-        advantage_S = rollout.advantage
+        advantage_S = rollout["advantage"]
         normal_S = (advantage_S - advantage_S.mean()) / advantage_S.std()
         np.testing.assert_allclose(
             batch["advantage"], normal_S[batch["row"]], rtol=1e-4, atol=1e-5
@@ -154,8 +154,8 @@ def test_units_of_returns():
     assert not policy.step(*inputs, state)[1].any()
     rollout.rows, square = 12, None
     for k in range(6):
-        rollout.returns[:] = (k > 0) * np.random.default_rng(k).normal(1000, 1000, 16)
-        mine = np.mean(rollout.returns[:12].astype(float) ** 2)
+        rollout["returns"][:] = (k > 0) * np.random.default_rng(k).normal(1000, 1000, 16)
+        mine = np.mean(rollout["returns"][:12].astype(float) ** 2)
         other = (k > 0) * 5.0 * k
 
         def average(tensors):
@@ -179,13 +179,13 @@ def test_one_outlier_in_the_rewards():
     rollout.rows = 16
     units = []
     for k in range(63):
-        rollout.returns[:] = np.random.default_rng(k).normal(20, 5, 16)
+        rollout["returns"][:] = np.random.default_rng(k).normal(20, 5, 16)
         if k == 2:
-            rollout.returns[3] = -1e5
+            rollout["returns"][3] = -1e5
         units.append(ver_ppo.learning_units(policy, rollout, c.options, lambda tensors: None)[0])
     assert units[2] == pytest.approx(2 * units[1]) and units[-1] < 1.2 * units[1]
     policy.critic.scale.data.fill_(0.0)
-    rollout.returns[:] = 3e38
+    rollout["returns"][:] = 3e38
     assert ver_ppo.learning_units(policy, rollout, c.options, lambda tensors: None)[0] > 1e38
 
 
@@ -236,14 +236,14 @@ def test_bfloat16():
     policy, rollout, c = build(workers, 3, 20, networks.ResNet18)
     policy.bf16 = True
     c.collect(rollout)
-    sequences = ver_ppo.find_sequences(rollout.segment, rollout.first)
+    sequences = ver_ppo.find_sequences(rollout["segment"], rollout["first"])
     batch = ver_ppo.make_batch(rollout, sequences)
     distribution, value, _ = ver_ppo.run_sequences(policy, batch)
     torch.testing.assert_close(
         distribution.log_prob(batch["action"]), batch["log_prob"], rtol=0, atol=2e-3
     )
     torch.testing.assert_close(
-        value, torch.from_numpy(rollout.value)[batch["row"]], rtol=0, atol=2e-3
+        value, torch.from_numpy(rollout["value"])[batch["row"]], rtol=0, atol=2e-3
     )
 
 

@@ -105,10 +105,10 @@ def run_main(rank, args, args_1=(), stop_in=0):
         return rollout
 
     def watching_update(policy, optimizer, rollout, *more):
-        steps_N = np.bincount(rollout.env[: found.fresh], minlength=rollout.num_envs)
-        counts = {"fresh": found.fresh, "stale": sum(rollout.segment >= rollout.num_envs)}
+        steps_N = np.bincount(rollout["env"][: found.fresh], minlength=rollout.num_envs)
+        counts = {"fresh": found.fresh, "stale": sum(rollout["segment"] >= rollout.num_envs)}
         counts |= {
-            "different": len(set(zip(rollout.env, rollout.sent_at))),
+            "different": len(set(zip(rollout["env"], rollout["sent_at"]))),
             "min": min(steps_N),
             "max": max(steps_N),
         }
@@ -189,7 +189,7 @@ def rollout_of(seed):
     torch.manual_seed(seed)
     for _ in range(2):
         c.collect(rollout)
-    ver_ppo.add_returns(rollout, c.options)
+    ver_ppo.add_advantages(rollout, c.options)
     return policy, rollout, c.options
 
 
@@ -218,7 +218,7 @@ def test_halves_are_the_whole(on_two):
     whole.copy(half, one, half)
     whole.copy(one.capacity + half, two, half)
     whole.rows = whole.capacity
-    whole.segment[one.capacity :] += one.num_envs
+    whole["segment"][one.capacity :] += one.num_envs
     before = parameters_to_vector(policy.parameters()).detach().clone()
     expected, whole_logs = step_weights(policy, whole, options)
     torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-6)
@@ -347,9 +347,9 @@ def test_step_seconds():
     count as one step."""
     rollout = ver_ppo.Rollout(SPEC, 12, 3, (2, 8), torch.device("cpu"))
     rollout.rows, rollout.clock = 7, (100.0, 110.0, 0.0)
-    rollout.env[:] = [0, 1, 0, 0, 1, 0, 1, 2, 2, 2, 2, 2]  # the last five are of the rollout before
-    rollout.began_at[:7] = [100, 101, 102, 104, 103, 106, 107]
-    rollout.step_sec[:7] = [1, 1, 1, 1, 1, 2, 1]
+    rollout["env"][:] = [0, 1, 0, 0, 1, 0, 1, 2, 2, 2, 2, 2]  # the last five are of the rollout before
+    rollout["began_at"][:7] = [100, 101, 102, 104, 103, 106, 107]
+    rollout["step_sec"][:7] = [1, 1, 1, 1, 1, 2, 1]
     found = ver_multigpu.step_seconds(rollout, quota=4).tolist()
     assert found == pytest.approx([8 / 4, 10 / 3, 10])
 
@@ -426,7 +426,7 @@ def test_fill_up(tmp_path, monkeypatch):
             fresh, c.version = rollout.rows, update + 1
             assert min(goal, 48) <= fresh <= 48
             ver_ppo.check_rollout(rollout, update)
-            learned = run.add_returns(rollout)
+            learned = run.add_advantages(rollout)
             assert learned.rows == learned.capacity == 48
             collected = [content(rollout, index) for index in range(fresh)]
             assert [content(learned, index) for index in range(fresh)] == collected
@@ -436,16 +436,16 @@ def test_fill_up(tmp_path, monkeypatch):
 def check_filled_up(learned, fresh, all_steps, known):
     """All that a rank learns from. `all_steps`: what it has collected before; `known`: the contents
     of what it has learned from, to which these are added. Returns the fresh steps."""
-    numbers = (1000 * (learned.reward - learned.env)).round().astype(int)
-    steps = list(zip(learned.env.tolist(), numbers.tolist()))
+    numbers = (1000 * (learned["reward"] - learned["env"])).round().astype(int)
+    steps = list(zip(learned["env"].tolist(), numbers.tolist()))
     in_order = [*all_steps, *steps[:fresh]]
     assert steps[fresh:] + steps[:fresh] == in_order[-48:], "the newest, in time order"
     assert len(set(steps)) == 48, "no step twice"
     assert all(known[steps[index]] == content(learned, index) for index in range(fresh, 48))
-    sequences = ver_ppo.find_sequences(learned.segment, learned.first)
+    sequences = ver_ppo.find_sequences(learned["segment"], learned["first"])
     assert sorted(np.concatenate(sequences)) == list(range(48))
     for sequence in sequences:
-        assert len(set(learned.env[sequence])) == 1 and len(set(sequence >= fresh)) == 1
+        assert len(set(learned["env"][sequence])) == 1 and len(set(sequence >= fresh)) == 1
         assert (np.diff([steps[index][1] for index in sequence]) == 1).all()
     known |= {step: content(learned, index) for index, step in enumerate(steps)}
     return steps[:fresh]

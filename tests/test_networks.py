@@ -322,10 +322,10 @@ def test_delayed_actions(tmp_path):
     environment, io = make_environment("tests.envs:Count-v0", wrappers=(DELAY,))
     environment.answer()
     actions, answers = [2, 0, 1, 2, 2, 0, 1, 2, 0, 1], []
-    for io.action[0] in actions:
+    for io["action"][0] in actions:
         environment.answer()
         answers.append(
-            (io.reward[0].item(), round(io.obs["obs"][0, 0].item() * 10), bool(io.truncated[0]))
+            (io["reward"][0].item(), round(io["obs"]["obs"][0, 0].item() * 10), bool(io["truncated"][0]))
         )
     carried_out = [None, *actions[:7], None, actions[8]]
     rewards = [0.0 if action is None else 0.1 * (action - 1) for action in carried_out]
@@ -394,8 +394,8 @@ def test_delayed_environments_are_made_anew():
     assert (split, number, limit) == ("val", 3, 11) and options.env_kwargs == ("limit=11",)
     clipped = env.env
     assert isinstance(clipped, gym.wrappers.ClipReward)
-    assert isinstance(clipped.env, wrappers.Latency)
-    assert (clipped.env.mean_sec, clipped.env.sigma) == (0.0005, 0.0)
+    assert isinstance(clipped["env"], wrappers.Latency)
+    assert (clipped["env"].mean_sec, clipped["env"].sigma) == (0.0005, 0.0)
     env.reset(seed=0)
     answers = [env.step(1) for _ in range(5)]
     assert [answer[1] for answer in answers] == [0.0] + [0.05] * 4

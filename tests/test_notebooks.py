@@ -234,7 +234,7 @@ OTHERS = {  # more answers, by notebook and exercise, and what the check must sa
                 collector.idle.append(e)
     for e in range(3):
         flies = collector.in_flight_N[e]
-        values = collector.pending.value[[e]] if flies else collector.value_of(np.array([e]))
+        values = collector.pending["value"][[e]] if flies else collector.value_of(np.array([e]))
         rollout.bootstrap[e] = values[0]""": "right",
         "def my_collect(collector, rollout):\n    rollout.rows = 12": "no answer yet",
     },

@@ -55,17 +55,17 @@ def test_packed_lstm_is_stepping(options):
     policy, rollout, c = build(workers, 5, 12, **options)
     for c.version in range(3):
         c.collect(rollout)
-    assert (rollout.sent_at < rollout.clock[0]).any()
+    assert (rollout["sent_at"] < rollout.clock[0]).any()
     for count in (1, 2, 5, 12):
-        sequences = ver_ppo.find_sequences(rollout.segment, rollout.first)
+        sequences = ver_ppo.find_sequences(rollout["segment"], rollout["first"])
         for minibatch in ver_ppo.cut_minibatches(sequences, count):
             batch = ver_ppo.make_batch(rollout, minibatch)
             with torch.no_grad():
                 distribution, value_M, _ = ver_ppo.run_sequences(policy, batch)
             step_M = batch["row"]
             assert sorted(step_M) == sorted(np.concatenate(minibatch))
-            np.testing.assert_allclose(value_M, rollout.value[step_M], rtol=1e-4, atol=1e-5)
-            np.testing.assert_array_equal(batch["log_prob"], rollout.log_prob[step_M])
+            np.testing.assert_allclose(value_M, rollout["value"][step_M], rtol=1e-4, atol=1e-5)
+            np.testing.assert_array_equal(batch["log_prob"], rollout["log_prob"][step_M])
             np.testing.assert_allclose(
                 distribution.log_prob(batch["action"]), batch["log_prob"], rtol=1e-4, atol=1e-5
             )

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import ver_ppo
-from notebooks.extensions.overlap import add_corrected_returns
+from notebooks.extensions.overlap import add_corrected_advantages
 from notebooks.extensions.virtual_clock import SPEC
 
 pytestmark = pytest.mark.quick
@@ -107,12 +107,12 @@ def make_rollout(numbers, ratio_S):
     distribution, value, _ = policy.step(
         {"obs": rollout.obs["obs"].normal_()}, action, first, rollout.state
     )
-    rollout.action[:] = rollout.prev_action[:] = action
-    rollout.log_prob[:] = distribution.log_prob(action).numpy() - np.log(ratio_S)
+    rollout["action"][:] = rollout["prev_action"][:] = action
+    rollout["log_prob"][:] = distribution.log_prob(action).numpy() - np.log(ratio_S)
     rollout.bootstrap[:] = numbers["bootstrap"]
-    rollout.env[:] = numbers["segment_S"]
+    rollout["env"][:] = numbers["segment_S"]
     for name in ("segment", "reward", "value", "done"):
-        getattr(rollout, name)[:] = numbers[f"{name}_S"]
+        rollout[name][:] = numbers[f"{name}_S"]
     rollout.rows = 80
     return policy, rollout, options, numbers | {"value_S": value.numpy()}
 
@@ -123,20 +123,20 @@ def test_vtrace_against_definition(seed):
     the policy as it is now."""
     ratio_S = np.random.default_rng(seed).lognormal(0, 0.5, 80)
     policy, rollout, options, numbers = make_rollout(random_steps(seed), ratio_S)
-    add_corrected_returns(policy, rollout, options)
+    add_corrected_advantages(policy, rollout, options)
     expected = vtrace_by_definition(numbers, ratio_S)
-    np.testing.assert_allclose([rollout.returns, rollout.advantage], expected, rtol=1e-3, atol=1e-4)
-    assert (rollout.weight == ver_ppo.importance_weights(rollout.segment, 4)).all()
+    np.testing.assert_allclose([rollout["returns"], rollout["advantage"]], expected, rtol=1e-3, atol=1e-4)
+    assert (rollout["weight"] == ver_ppo.importance_weights(rollout["segment"], 4)).all()
 
 
 def test_vtrace_on_policy_is_gae():
     """Where both policies are one, the advantages are those of GAE, and the targets are values plus
     these."""
     policy, rollout, options, numbers = make_rollout(random_steps(3), np.ones(80))
-    add_corrected_returns(policy, rollout, options)
-    np.testing.assert_allclose(rollout.advantage, gae(numbers), rtol=1e-4, atol=1e-5)
+    add_corrected_advantages(policy, rollout, options)
+    np.testing.assert_allclose(rollout["advantage"], gae(numbers), rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(
-        rollout.returns, rollout.advantage + numbers["value_S"], rtol=1e-4, atol=1e-5
+        rollout["returns"], rollout["advantage"] + numbers["value_S"], rtol=1e-4, atol=1e-5
     )
 
 
@@ -146,15 +146,15 @@ def test_returns_of_a_rollout():
     numbers = random_steps(4)
     _, rollout, options, _ = make_rollout(numbers, np.ones(80))
     rollout.rows = 60
-    ver_ppo.add_returns(rollout, options)
+    ver_ppo.add_advantages(rollout, options)
     numbers = {name: column[:60] for name, column in numbers.items()}
-    np.testing.assert_array_equal(rollout.advantage[:60], gae(numbers))
-    np.testing.assert_array_equal(rollout.returns[:60], rollout.advantage[:60] + numbers["value_S"])
+    np.testing.assert_array_equal(rollout["advantage"][:60], gae(numbers))
+    np.testing.assert_array_equal(rollout["returns"][:60], rollout["advantage"][:60] + numbers["value_S"])
     np.testing.assert_array_equal(
-        rollout.weight[:60], ver_ppo.importance_weights(numbers["segment_S"], 4)
+        rollout["weight"][:60], ver_ppo.importance_weights(numbers["segment_S"], 4)
     )
     assert not (
-        rollout.advantage[60:].any() or rollout.returns[60:].any() or rollout.weight[60:].any()
+        rollout["advantage"][60:].any() or rollout["returns"][60:].any() or rollout["weight"][60:].any()
     )
 
 

@@ -85,7 +85,7 @@ def test_workers_are_the_same_environments():
         ver_ppo.make_workers(replace(options, num_workers=n), "train", spec, io)
         for n, io in zip((0, 2), ios)
     ]
-    assert [type(pool) for pool in pools] == [ver_ppo.InlineWorkers, ver_ppo.SupervisedWorkers]
+    assert [type(pool) for pool in pools] == [ver_ppo.InlineWorkers, ver_ppo.Workers]
     try:
         for step in range(20):
             for pool in pools:
@@ -103,11 +103,11 @@ def test_workers_are_the_same_environments():
                 "episode",
                 "episode_stats",
             ):
-                one, two = (ver_ppo.flatten(getattr(io, name)) for io in ios)
+                one, two = (ver_ppo.flatten(io[name]) for io in ios)
                 for key, rows in one.items():
                     np.testing.assert_array_equal(rows, two[key], f"{name} {key}, step {step}")
             for pool, io in zip(pools, ios):
-                io.action[:] = np.arange(5)[:, None] % 3
+                io["action"][:] = np.arange(5)[:, None] % 3
                 pool.send(np.array([3, 1, 0, 2, 4]))
     finally:
         for pool in pools:
@@ -337,7 +337,7 @@ def test_evaluation_plays_a_fixed_list(monkeypatch):
     spec = ver_ppo.describe_env(options)
     policy = ver_ppo.Policy(spec, options)
     found = [
-        ver_ppo.evaluate(policy, spec, replace(options, num_workers=workers)) for workers in (0, 2)
+        ver_ppo.play_episodes(policy, spec, replace(options, num_workers=workers)) for workers in (0, 2)
     ]
     assert found[0].shape == (10, 2) and (found[0][:, 1] == 7).all()
     np.testing.assert_allclose(np.sort(found[0], axis=0), np.sort(found[1], axis=0))
@@ -384,7 +384,7 @@ class Clocks:
         if self.steps == self.fails_at:
             raise ver_ppo.EnvironmentFailure("it raised")
         self.steps += 1
-        self.actions.add(tuple(self.io.action[0]))
+        self.actions.add(tuple(self.io["action"][0]))
         took = self.step_sec + self.reset_sec * (self.steps % 40 == 0)
         self.clock += took
         self.cpu += took * self.busy
@@ -589,7 +589,7 @@ def test_the_device_is_chosen_once(monkeypatch, tmp_path):
     folder = run_here(tmp_path, "--env-id CartPole-v1 --num-workers 0 --total-timesteps 64")
     options = ver_ppo.parse_options(["--resume", str(folder), "--total-timesteps", "128"])
     assert options.device == "auto"
-    ver_ppo.train(options)
+    ver_ppo.launch(options)
     checkpoint = ["--checkpoint", str(folder / "checkpoint.pt"), "--eval-episodes", "2"]
     assert ver_ppo.main(checkpoint) == 0
     assert len(told) > 10 and set(told) == {"cpu:0", "cpu"}  # torch forgets the 0 of policies
@@ -684,7 +684,7 @@ def test_memory_task(tmp_path):
             device="cpu",
             learner_threads=1,
         )
-        checkpoint = ver_ppo.load_checkpoint(ver_ppo.train(options) / "checkpoint.pt")
+        checkpoint = ver_ppo.load_checkpoint(ver_ppo.launch(options) / "checkpoint.pt")
         spec, policy = ver_ppo.build(options)
         policy.load_state_dict(checkpoint["policy"])
         means = ver_ppo.report_evaluation(

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import ver_ppo
-from notebooks.extensions.overlap import add_corrected_returns
+from notebooks.extensions.overlap import add_corrected_advantages
 from notebooks.extensions.virtual_clock import (
     VirtualWorkers,
     assert_nothing_is_lost,
@@ -41,12 +41,12 @@ def test_nover_and_sync(seed):
         for c.version in range(rollouts):
             c.collect(rollout)
             ver_ppo.check_rollout(rollout, c.version)
-            steps_N += np.bincount(rollout.env, minlength=num_envs)
+            steps_N += np.bincount(rollout["env"], minlength=num_envs)
             if sampler != "ver":
                 assert (steps_N == (c.version + 1) * num_steps).all()
-                assert (rollout.sent_at > rollout.clock[0]).all()
+                assert (rollout["sent_at"] > rollout.clock[0]).all()
             if sampler == "sync":
-                assert (np.unique(rollout.sent_at, return_counts=True)[1] == num_envs).all()
+                assert (np.unique(rollout["sent_at"], return_counts=True)[1] == num_envs).all()
         took[sampler] = workers.now
     assert steps_N.tolist() == [
         np.searchsorted(np.cumsum(row), took["ver"] + 1e-6) for row in seconds
@@ -74,7 +74,7 @@ def test_equal_speeds_make_all_samplers_alike():
         policy, rollout, c = build(workers, 3, 10, sampler=sampler)
         for _ in range(3):
             c.collect(rollout)
-            order = np.argsort(rollout.env, kind="stable")
+            order = np.argsort(rollout["env"], kind="stable")
             columns = [
                 rollout.table[names][order],
                 rollout.obs["obs"][order],
@@ -108,13 +108,13 @@ def test_trajectories(seed):
         c.collect(rollout)
         ver_ppo.check_rollout(rollout, c.version, lag=15)
         assert rollout.rows == rollout.capacity
-        assert rollout.segment.tolist() == np.repeat(range(num_envs), num_steps).tolist()
+        assert rollout["segment"].tolist() == np.repeat(range(num_envs), num_steps).tolist()
         for segment, step in enumerate(range(0, rollout.capacity, num_steps)):
-            e = rollout.env[step]
-            assert bootstrap_N[e] in (None, rollout.value[step])
+            e = rollout["env"][step]
+            assert bootstrap_N[e] in (None, rollout["value"][step])
             bootstrap_N[e] = rollout.bootstrap[segment]
-        add_corrected_returns(policy, rollout, c.options)
-        assert (rollout.weight == 1).all()
+        add_corrected_advantages(policy, rollout, c.options)
+        assert (rollout["weight"] == 1).all()
         rollouts.append(taken(rollout))
     assert_nothing_is_lost(c, rollouts)
     for e, count in enumerate(np.bincount(np.concatenate([columns[0] for columns in rollouts]))):
@@ -180,7 +180,7 @@ def test_every_mode_loses_nothing(mode):
             ver_ppo.check_rollout(rollout, version, 8 if "async" in mode else "overlap" in mode)
             assert rollout.rows == num_envs * num_steps
             for e, (count, offset), row in zip(
-                rollout.env, rollout.obs["obs"].tolist(), rollout.table
+                rollout["env"], rollout.obs["obs"].tolist(), rollout.table
             ):
                 assert row["first"] == (count == 0)
                 assert expected[e] is None or expected[e] == (
@@ -195,8 +195,8 @@ def test_every_mode_loses_nothing(mode):
             policies[version] = {
                 name: weight.clone() for name, weight in policy.state_dict().items()
             }
-            for used in np.unique(rollout.version):
-                steps = np.flatnonzero(rollout.version == used)
+            for used in np.unique(rollout["version"]):
+                steps = np.flatnonzero(rollout["version"] == used)
                 names = "prev_action", "first", "action", "log_prob", "value"
                 prev_action, first, *known = (
                     torch.from_numpy(rollout.table[name][steps]) for name in names
@@ -210,7 +210,7 @@ def test_every_mode_loses_nothing(mode):
                 torch.testing.assert_close(
                     [known[0], distribution.log_prob(known[0]), value], known
                 )
-            lags.append(version - rollout.version)
+            lags.append(version - rollout["version"])
             policy.load_state_dict(policies[version])
             time.sleep(0.02)
             with torch.no_grad():  # an update that changes every probability
@@ -296,6 +296,6 @@ def test_double_buffering():
             policy.step = lambda *args: (time.sleep(0.006), step(*args))[1]
             next(source)
             rollout = next(source)
-        idle[num_envs] = 1 - rollout.step_sec.sum() / (rollout.clock[1] - rollout.clock[0])
+        idle[num_envs] = 1 - rollout["step_sec"].sum() / (rollout.clock[1] - rollout.clock[0])
     # 0.38 and less than 0.1 on a machine that does nothing else
     assert idle[1] > 0.3 and idle[2] < idle[1] / 2, idle

@@ -69,11 +69,17 @@ class NeuralController(ver_ppo.Policy):
         if not (options.resume or options.checkpoint):  # else all weights come from there
             self.take_agent(file)
         learns = self.log_ent_coef.requires_grad
-        self.requires_grad_(False).eval()
+        self.requires_grad_(False)
         self.log_ent_coef.requires_grad_(learns)
         self.planner = Planner(spec, options, seen)
         self.rows, hidden = self.state_shape  # of each of the two
         self.state_shape = (2 * self.rows, hidden)
+
+    def train(self, mode=True):
+        """The agent's encoders stay in evaluation mode, so that their statistics do not move."""
+        super().train(mode)
+        self.encoders.eval()
+        return self
 
     def take_agent(self, file):
         """The agent's weights. Raises UserError."""

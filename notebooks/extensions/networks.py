@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import ver_ppo
-from ver_ppo import ACTION_FEATURES, Image, UserError, image_layout, orthogonal, upload
+from ver_ppo import ACTION_FEATURES, Image, UserError, image_layout, orthogonal
 
 # ------------------------------------------------------------------------------ Residual encoders
 
@@ -263,8 +263,7 @@ def cpc_loss(policy, features_MF, core_MH, batch):
     most = int(later_PF.max())
     other_PFN = torch.randint(len(core_MH), (*future_PF.shape, CPC_NEGATIVES))
     indices = [start_P, action_PT, later_PF, future_PF, other_PFN]
-    indices = upload([index.numpy() for index in indices], device)
-    start_P, action_PT, later_PF, future_PF, other_PFN = indices
+    start_P, action_PT, later_PF, future_PF, other_PFN = [index.to(device) for index in indices]
     known_M = torch.zeros(len(core_MH), dtype=torch.bool, device=device)
     action_M = policy.embed(batch["action"], known_M)
     memory_PH = core_MH[start_P]

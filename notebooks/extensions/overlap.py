@@ -13,13 +13,11 @@ overlaps; with --preemption none, because nobody tells the collecting process to
 import contextlib
 import copy
 import itertools
-import select
 import time
 import traceback
 
 import numpy as np
 import torch
-from torch import nn
 
 import ver_ppo
 from ver_ppo import EnvironmentFailure, UserError
@@ -28,11 +26,18 @@ SEED_OF_COLLECTOR = 3  # first number of ver_ppo.derive_seed
 
 
 def flat_weights(policy):
-    """All weights of a policy as one vector, whatever their layout in memory."""
-    return torch.cat([weight.detach().flatten() for weight in policy.parameters()])
+    """All weights and buffers of a policy as one vector, whatever their layout in memory."""
+    return torch.cat([part.flatten().float() for part in policy.state_dict().values()])
 
 
-def to_device(rollout, device):
+def set_weights(policy, vector):
+    """Copy such a vector back into a policy."""
+    parts = list(policy.state_dict().values())
+    for part, numbers in zip(parts, vector.split([part.numel() for part in parts])):
+        part.copy_(numbers.view(part.shape))
+
+
+def rollout_on(rollout, device):
     """The same table, with observations and states on this device."""
     there = copy.copy(rollout)
     there.device = device
@@ -51,17 +56,17 @@ class Overlap(ver_ppo.Run):
         newest weights that there are.
 
         Rollouts and weights travel through shared CPU memory. Version v of the weights is row
-        v % 2, which the process uses without a copy, and which version v + 2 will overwrite, at the
-        end of an update. Before that update began, the process had handed its rollout over, and
-        version v + 1 was there, which it has used since then: so nobody acts by a row while it is
-        written. (Its number follows the weights by microseconds, far longer than any processor
-        holds a store back.) Raises EnvironmentFailure if the process ends.
+        v % 2. Version v + 2 overwrites that row at the end of an update. Before that update began,
+        the process had handed its rollout over and version v + 1 was there, which it has read since
+        then. So nobody reads a row while it is written. (The version number follows the weights by
+        microseconds, far longer than any processor holds a store back.) Raises EnvironmentFailure
+        if the process ends.
         """
         policy = self.policy
         device = next(policy.parameters()).device
         weights = flat_weights(policy).cpu()
         weights = torch.stack([weights, weights]).share_memory_()
-        version = torch.tensor(self.update).share_memory_()
+        version = torch.tensor(self.version).share_memory_()
         rollouts = [self.make_rollout() for _ in range(2)]
         context = ver_ppo.process_context()
         inbox, commands = context.Pipe(duplex=False)
@@ -90,7 +95,7 @@ class Overlap(ver_ppo.Run):
                     reason = f"the collecting process died with exit code {process.exitcode}"
                     raise EnvironmentFailure(reason) from None
                 vars(rollouts[number]).update(message)
-                yield to_device(rollouts[number], device)
+                yield rollout_on(rollouts[number], device)
                 weights[(version + 1) % 2] = flat_weights(policy).cpu()
                 version += 1
         finally:
@@ -101,12 +106,13 @@ class Overlap(ver_ppo.Run):
         """A rollout in shared memory."""
         size = self.options.rollout_steps, self.options.num_envs, self.policy.state_shape
         rollout = ver_ppo.Rollout(self.spec, *size, torch.device("cpu"))
+        rollout.share()
         ver_ppo.share_memory([*rollout.obs.values(), rollout.state])
         return rollout
 
-    def add_returns(self, rollout):
-        """As Run.add_returns, corrected by what the policy that learns finds now."""
-        add_corrected_returns(self.policy, rollout, self.options)
+    def advantages(self, rollout):
+        """As Run.advantages, corrected for the age of the steps."""
+        add_corrected_advantages(self.policy, rollout, self.options)
         return rollout
 
 
@@ -118,15 +124,13 @@ def collector_process(inbox, outbox, spec, options, step, collector_class, rollo
     torch.manual_seed(ver_ppo.derive_seed(SEED_OF_COLLECTOR, options.seed, step))
 
     def ended(rows=0):
-        ready, _, _ = select.select([inbox], [], [], 0)
-        return bool(ready)
+        return inbox.poll()
 
     def step_by_newest_weights(*inputs):
         weights, version = published
         if collector.version != version:
             collector.version = int(version)
-            newest = weights[collector.version % 2].to(device)
-            nn.utils.vector_to_parameters(newest, policy.parameters())
+            set_weights(policy, weights[collector.version % 2].to(device))
         return own_step(*inputs)
 
     try:
@@ -157,8 +161,8 @@ class Trajectories(ver_ppo.Collector):
 
     def __init__(self, policy, workers, io, spec, options, *more):
         super().__init__(policy, workers, io, spec, options, *more)
-        size = options.rollout_steps, options.num_envs, policy.state_shape
-        self.unfinished = ver_ppo.Rollout(spec, *size, self.device)  # T steps of each environment
+        size = options.rollout_steps, policy.state_shape
+        self.unfinished = ver_ppo.Steps(spec, *size, self.device)  # T steps of each environment
         self.finished = []  # environments whose trajectory waits to be copied
 
     @torch.inference_mode()
@@ -189,8 +193,8 @@ class Trajectories(ver_ppo.Collector):
             row_T = rollout.rows + time_T
             segment = rollout.rows // len(time_T)
             rollout.copy(row_T, self.unfinished, e * len(time_T) + time_T)
-            rollout.segment[row_T] = segment
-            rollout.bootstrap[segment] = self.pending.value[e]
+            rollout["segment"][row_T] = segment
+            rollout.bootstrap[segment] = self.pending["value"][e]
             rollout.rows += len(time_T)
 
 
@@ -222,15 +226,34 @@ def reevaluate(policy, rollout, options):
     return value_S, keep_S
 
 
-def add_corrected_returns(policy, rollout, options):
-    """As ver_ppo.add_returns, by V-trace: only so much of a step's advantage as `reevaluate` keeps
-    counts for its value's target and for the steps before it. The advantage itself is not
-    multiplied, because PPO's objective is. Where all ratios are 1, this is GAE."""
+def vtrace_advantages(rollout, value_S, keep_S, gamma, gae_lambda):
+    """As ver_ppo.compute_advantages, but only `keep_S` of a step's advantage counts for the steps
+    before it. Where it is 1 everywhere, this is GAE."""
+    steps = rollout.complete
+    value_S = value_S.astype(float)
+    advantage_S = np.zeros(len(steps))
+    next_value = rollout.bootstrap.astype(float)
+    next_kept = np.zeros(len(next_value))  # of the next step's advantage
+    for step in reversed(range(len(steps))):
+        segment = steps["segment"][step]
+        if steps["done"][step]:
+            next_value[segment] = 0.0
+            next_kept[segment] = 0.0
+        delta = steps["reward"][step] + gamma * next_value[segment] - value_S[step]
+        advantage_S[step] = delta + gamma * gae_lambda * next_kept[segment]
+        next_value[segment] = value_S[step]
+        next_kept[segment] = keep_S[step] * advantage_S[step]
+    return advantage_S.astype(np.float32)
+
+
+def add_corrected_advantages(policy, rollout, options):
+    """As ver_ppo.add_advantages, by V-trace: only so much of a step's advantage as `reevaluate`
+    keeps counts for its value's target and for the steps before it. The advantage itself is not
+    multiplied, because PPO's objective is."""
     value_S, keep_S = reevaluate(policy, rollout, options)
     steps = rollout.complete
-    columns = steps["segment"], steps["reward"], value_S, steps["done"], rollout.bootstrap
-    kept = options.gamma, options.gae_lambda * keep_S
-    advantage_S = ver_ppo.compute_advantages(*columns, *kept)
+    discounts = options.gamma, options.gae_lambda
+    advantage_S = vtrace_advantages(rollout, value_S, keep_S, *discounts)
     steps["advantage"] = advantage_S
     steps["returns"] = value_S + keep_S * advantage_S
     # with async, segments are trajectories

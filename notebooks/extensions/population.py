@@ -225,7 +225,7 @@ def read_others(run, own_content):
             entry = read_entry(read_other(run, own_content, path), member, run.column)
         except Exception as error:  # whatever a damaged or hostile entry leads to
             reason = " ".join(str(error).split())[:200]
-            run.bar.write(f"skipped: {path} ({type(error).__name__}: {reason})")
+            run.folder.say(f"skipped: {path} ({type(error).__name__}: {reason})")
             continue
         if entry:
             found.append(entry)
@@ -296,10 +296,8 @@ def publish_and_decide(run):
     """Publish the newest checkpoint as an entry, read the others', decide, and write what was
     decided into the checkpoint. Returns the options that evolve, if it was changed, else None. If a
     file cannot be read or written, says so, and the run goes on as it is."""
-    if run.unsaved:
-        return None
     options = run.options
-    checkpoint = run.folder / "checkpoint.pt"
+    checkpoint = run.folder.path / "checkpoint.pt"
     try:
         content = ver_ppo.load_checkpoint(checkpoint)
         own = read_entry(content, options.member, run.column)
@@ -324,7 +322,7 @@ def publish_and_decide(run):
         return evolved if decision != "goes on" else None
     except Exception as error:  # a full disk, or whatever a damaged entry leads to
         reason = str(error).splitlines()[0]
-        run.bar.write(f"not compared with the population at step {run.step}: {reason}")
+        run.folder.say(f"not compared with the population at step {run.step}: {reason}")
         return None
 
 
@@ -347,7 +345,7 @@ def note(run, own, others, decision, donor, evolved):
         if new != own.options[name]:
             news.append(f"{name} {own.options[name]:.3g} -> {new:.3g}")
     said = f"{run.options.evolve_by} {own.score:.4g}, {known}: {decision}{whom} {', '.join(news)}"
-    run.bar.write(f"member {own.member}, step {own.step}: {said}".rstrip())
+    run.folder.say(f"member {own.member}, step {own.step}: {said}".rstrip())
     line = asdict(own)
     line["others"] = {entry.member: [entry.step, entry.score] for entry in others}
     line |= {"decision": decision, "from": donor, "to": evolved}
@@ -401,25 +399,25 @@ def only_one(options):
             os.close(lock)
 
 
-def train(options):
+def launch(options):
     """Train until the end, or until the member's checkpoint is changed: raises Evolved."""
-    return ver_ppo.train(options, MemberRun)
+    return ver_ppo.launch(options, MemberRun)
 
 
-def train_member(options):
+def launch_member(options):
     """Train as a member of a population, to the end."""
     evolved = {}
     with only_one(options):
         while True:
             try:
-                return train(replace(join(options), **evolved))
+                return launch(replace(join(options), **evolved))
             except Evolved as error:  # told by rank 0: a file system may be slow to show the others
                 (evolved,) = error.args
 
 
 def main(argv=None):
     """Command line, as ver_multigpu.main."""
-    return ver_multigpu.main(argv, Options, train_member)
+    return ver_multigpu.main(argv, Options, launch_member)
 
 
 if __name__ == "__main__":

@@ -23,23 +23,25 @@ class Trace(ver_ppo.Run):
     trace = None
 
     def open_folder(self):
+        """As Run.open_folder; opens the file, too."""
         rank = os.environ.get("RANK", "0")
         path = self.file if rank == "0" else f"{self.file}.{rank}"
         try:
             self.trace = open(path, "w")
         except OSError as error:
             raise ver_ppo.UserError(f"trace: {path} cannot be written ({error.strerror})") from None
-        super().open_folder()
+        return super().open_folder()
 
-    def describe(self, rollout, logs):
-        """Add an update; says so if that fails (a full disk), and goes on without."""
+    def log(self, rollout, logs):
+        """As Run.log; adds an update to the trace. If that fails (a full disk), says so, and
+        continues without a trace."""
         try:
             if self.trace and self.trace.tell() < MOST_BYTES:
                 write_trace(self.trace, rollout.complete, logs["time/learning_sec"])
         except OSError as error:
-            self.bar.write(f"the trace ends at step {self.step}: {error}")
+            self.folder.say(f"the trace ends at step {self.step}: {error}")
             self.trace = None
-        return super().describe(rollout, logs)
+        super().log(rollout, logs)
 
     def close(self):
         super().close()

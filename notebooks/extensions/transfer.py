@@ -28,7 +28,14 @@ class Transfer(ver_ppo.Run):
         super().restore()
         if self.freeze:
             for encoder in image_encoders(self.policy):
-                encoder.requires_grad_(False).eval()
+                freeze(encoder)
+
+
+def freeze(encoder):
+    """Stop an encoder from learning. It stays in evaluation mode, whatever mode its policy changes
+    to, so its statistics do not move either."""
+    encoder.requires_grad_(False).eval()
+    encoder.train = lambda mode=True: encoder
 
 
 def image_encoders(policy):
@@ -41,10 +48,9 @@ def start_from(policy, path, reset):
     that do not learn, are not among them."""
     saved = ver_ppo.load_checkpoint(path)["policy"]
     own = policy.state_dict()
-    weights = dict(policy.named_parameters())
     may_differ = "log_ent_coef", "critic.scale"
-    fixed = {name for name in weights if not weights[name].requires_grad}
-    fixed = {name for name in fixed if not name.endswith(may_differ)}
+    learned = {name for name, weight in policy.named_parameters() if weight.requires_grad}
+    fixed = {name for name in own.keys() - learned if not name.endswith(may_differ)}
     new = {name for name in own if name not in saved or saved[name].shape != own[name].shape}
     if reset == "critic":
         new |= {name for name in own if name.startswith("critic.")}

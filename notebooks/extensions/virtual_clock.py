@@ -61,13 +61,14 @@ class VirtualWorkers:
         io = self.io
         step = self.steps_N[e]
         ending = self.ending(e, step) if step >= 0 else None
-        io.reward[e] = reward_of(e, step)
-        io.step_sec[e] = self.duration(e, step)
-        io.terminated[e] = ending == "terminated"
-        io.truncated[e] = ending == "truncated"
-        io.first[e] = step < 0 or ending is not None
-        io.final_obs["obs"][e] = observation_of(e, step + 1, final=True)
-        io.obs["obs"][e] = observation_of(e, step + 1)
+        io["reward"][e] = reward_of(e, step)
+        io["step_sec"][e] = self.duration(e, step)
+        io["terminated"][e] = ending == "terminated"
+        io["truncated"][e] = ending == "truncated"
+        io["lost"][e] = False
+        io["first"][e] = step < 0 or ending is not None
+        io["final_obs"]["obs"][e] = observation_of(e, step + 1, final=True)
+        io["obs"]["obs"][e] = observation_of(e, step + 1)
         self.steps_N[e] = step + 1
 
 
@@ -122,7 +123,9 @@ def taken(rollout):
     episode."""
     new = slice(int(rollout.rows))
     obs = rollout.obs["obs"].numpy()
-    columns = (rollout.env, obs, rollout.reward, rollout.first, rollout.done)
+    names = "env", "reward", "first", "done"
+    env, reward, first, done = (rollout[name] for name in names)
+    columns = (env, obs, reward, first, done)
     return [column[new].copy() for column in columns]
 
 

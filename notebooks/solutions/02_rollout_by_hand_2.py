@@ -18,6 +18,6 @@ def my_collect(collector, rollout):
         wanted_B &= rollout.rows < rollout.capacity
         collector.act(env_B[wanted_B])
         collector.idle = np.append(collector.idle, env_B[~wanted_B])
-    rollout.bootstrap[:] = collector.pending.value
+    rollout.bootstrap[:] = collector.pending["value"]
     if len(collector.idle):
         rollout.bootstrap[collector.idle] = collector.value_of(collector.idle)

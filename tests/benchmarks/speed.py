@@ -167,7 +167,7 @@ def measure_alone(arguments, batch, workers=0):
         next(source)
         rollout = next(source)
         learn = functools.partial(harness.learn, run, rollout)
-        found = {"env_sec": float(rollout.step_sec.mean())}
+        found = {"env_sec": float(rollout["step_sec"].mean())}
         found["forward_sec"] = time_forward(run.policy, rollout, batch)
         for name, threads in {"learn_one_thread_sec": 1, "learn_sec": CORES}.items():
             torch.set_num_threads(threads)
@@ -189,7 +189,7 @@ def time_calls(number, function):
 def time_forward(policy, rollout, batch):
     """Seconds per step of the bare forward pass."""
     obs = {key: part[:batch] for key, part in rollout.obs.items()}
-    prev_action_BA = torch.from_numpy(rollout.prev_action[:batch].copy())
+    prev_action_BA = torch.from_numpy(rollout["prev_action"][:batch].copy())
     first_B = torch.zeros(batch, dtype=torch.bool)
 
     def forward():
@@ -201,7 +201,7 @@ def time_forward(policy, rollout, batch):
 
 def arrange(rollout, options):
     """Sequences and packed mini-batches of a whole update, as `ver_ppo.ppo_update` makes them."""
-    sequences = ver_ppo.find_sequences(rollout.segment, rollout.first)
+    sequences = ver_ppo.find_sequences(rollout["segment"], rollout["first"])
     for _ in range(options.update_epochs):
         shuffled = [sequences[q] for q in torch.randperm(len(sequences)).tolist()]
         for minibatch in ver_ppo.cut_minibatches(shuffled, options.num_minibatches):
@@ -271,7 +271,7 @@ def latency(args):
             began_at, ended_at, _ = rollout.clock
             rate = rollout.rows / (ended_at - began_at)
             # the sleeps themselves are measured, inside the workers, in the steps of this rollout
-            bound = (np.bincount(rollout.env) / np.bincount(rollout.env, rollout.step_sec)).sum()
+            bound = (np.bincount(rollout["env"]) / np.bincount(rollout["env"], rollout["step_sec"])).sum()
             print(f"{rate:.0f} steps/s of {bound:.0f} = {rate / bound:.3f}", flush=True)
             shares.append(rate / bound)
     harness.keep(args, "latency", found={"share_of_bound": shares[1:]})  # one warms up
