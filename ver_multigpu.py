@@ -174,8 +174,8 @@ class Ranks:
         if not dist.is_initialized():
             return
         dist.destroy_process_group()
-        # gloo's threads free tensors under Python's lock: one that is late aborts an interpreter
-        # that ends
+        # gloo's threads may still hold tensors. If one frees them while Python shuts down, the
+        # process aborts
         time.sleep(0.1)
 
 
@@ -198,9 +198,9 @@ def connect(host, port, is_master, timeout_sec):
 
 
 def agree_on_start(store, rank, size, timeout_sec):
-    """A name for this start of all ranks. With --max-restarts the store outlives them, and holds
-    what those wrote who died before all were there: rank 0 deletes it, so the others call until
-    rank 0 answers with the name."""
+    """A name for this start of all ranks. With --max-restarts the store outlives the ranks, and
+    still holds keys of a start that died. So rank 0 first deletes each rank's key, and the other
+    ranks write theirs again and again until rank 0 answers with the name."""
     own = uuid.uuid4().hex
     until = time.monotonic() + timeout_sec
     if rank == 0:
@@ -255,7 +255,8 @@ def threshold_preemption(num_ranks, sync_frac):
 
 def step_seconds(rollout, quota):
     """Every environment's mean seconds per step, until it had given its `quota` or the rollout
-    ended. Steps that were in flight count neither at the begin nor at the end, which evens out."""
+    ended. A step that was carried in counts as one, although it began earlier, and a step in flight
+    at the end counts as none, although it took time. That evens out."""
     began_at, ended_at, _ = rollout.clock
     steps = rollout.complete
     given_N = np.bincount(steps["env"], minlength=rollout.num_envs)
@@ -274,7 +275,7 @@ def fill_up(learned, newest, rollout):
     """
     fresh = np.arange(rollout.rows)
     rest = np.arange(rollout.rows, learned.capacity)
-    oldest_first = np.roll(np.arange(learned.capacity), -newest)
+    oldest_first = np.r_[newest : learned.capacity, 0:newest]
     learned.copy(rest, learned, oldest_first[rollout.rows :])
     learned.copy(fresh, rollout, fresh)
     learned["segment"][rest] = learned.num_envs + learned["env"][rest]
@@ -300,14 +301,15 @@ class RankRun(ver_ppo.Run):
         self.learned = None  # with preemption: the S steps that were learned from last ...
         self.newest = 0  # ... of which so many are of the last rollout
         self.min_steps = options.rollout_steps // 4 if options.preemption == "threshold" else 1
-        self.begin_rollout(NO_LIMIT, 0.0, 0.5)
+        self.begin_rollout(limit=NO_LIMIT, predicted_sec=0.0, expected_sec=0.5)
         with contextlib.ExitStack() as on_failure:
             on_failure.callback(self.close)
             failure = None
             try:
                 check_gpus(self.ranks, options)
-                own_way = type(self).rollouts, self.collector_class
-                if options.preemption != "none" and own_way != (RankRun.rollouts, Collector):
+                usual = type(self).rollouts is ver_ppo.Run.rollouts
+                usual = usual and self.collector_class is Collector
+                if options.preemption != "none" and not usual:
                     advice = "must be none with an extension that collects in its own way"
                     ver_ppo.refuse(options, "preemption", advice)
                 super().__init__(options)
@@ -334,7 +336,8 @@ class RankRun(ver_ppo.Run):
         self.ranks.close()
 
     def begin_rollout(self, limit, predicted_sec, expected_sec):
-        """Count from 0. Looking costs a hundredth of the expected time at most."""
+        """Count from 0. A rank looks often enough to notice the end late by a hundredth of the
+        expected time at most."""
         self.limit = limit
         self.predicted_sec = predicted_sec
         self.preempted = False
@@ -350,7 +353,8 @@ class RankRun(ver_ppo.Run):
 
     def average(self, tensors):
         """As Ranks.average. A rank that got a signal says so here, and all leave the update before
-        the next optimizer step: torchrun kills those that have not ended after 30 s."""
+        the next optimizer step: torchrun kills those that have not ended after 30 s. The checkpoint
+        then holds the weights of a part of the update, with the counters before it."""
         stops = tensors[0].new_tensor([float(self.signal is not None)])
         self.ranks.average([*tensors, stops])
         if stops.item():
@@ -361,14 +365,17 @@ class RankRun(ver_ppo.Run):
         if time.monotonic() >= self.next_look:
             self.next_look = time.monotonic() + self.look_sec
             self.count(rows)
-        return super().enough() or self.preempted or self.other_stopped
+        stopped = super().enough()  # without `rows`: the progress bar counts the steps of all ranks
+        return stopped or self.preempted or self.other_stopped
 
     def count(self, rows, done=False):
-        """Add what has been collected since the last time, or that this rank is done."""
-        news = int(done)
+        """Add to the counter of all ranks: with `optimal` preemption the steps since the last time,
+        otherwise 1 when this rank is done."""
         if self.options.preemption == "optimal":
             news = rows - self.counted
-        self.counted = rows
+            self.counted = rows
+        else:
+            news = int(done)
         total = self.ranks.count(self.version, news)
         self.preempted = total >= self.limit and rows >= self.min_steps
         self.other_stopped = total >= STOP
@@ -430,7 +437,7 @@ class RankRun(ver_ppo.Run):
         options = self.options
         if options.preemption == "threshold":
             return threshold_preemption(self.ranks.size, options.sync_frac), 0.0
-        # not by the first rollout, in which environments start
+        # not by the first rollout, in which environments start (`Run.log` has not counted it yet)
         if options.preemption == "optimal" and self.step > self.first_step:
             variable = options.sampler == "ver"
             return optimal_preemption(step_sec_RN, options.num_steps, variable, learning_sec)
@@ -443,7 +450,7 @@ class RankRun(ver_ppo.Run):
             super().save()
         except OSError as error:
             failure = error
-        # Otherwise torchrun kills the writing rank as soon as another rank exits.
+        # wait for rank 0: torchrun kills it as soon as another rank exits
         self.ranks.agree(failure)
 
     def evaluate(self):

@@ -6,7 +6,7 @@ rollout ends when S = T x N steps are complete (--num-steps times --num-envs), n
 each environment contributed. A step that is in flight at that moment counts for the rollout in
 which it is completed. The uneven experience is cut into mini-batches of equal size for a recurrent
 network, and steps from fast environments are down-weighted. With one learner and no extension,
-fewer than N steps of a rollout come from an older policy.
+fewer than N steps of a rollout come from an older policy: at most one of each environment.
 
     python ver_ppo.py --env-id pointnav            trains, shows its progress, evaluates
     python ver_ppo.py --help                       explains every option
@@ -23,23 +23,28 @@ The processes and what passes between them (section 2.1, figure 2 of the paper):
               ^ |                                    |   ... until S steps are complete, then    |
       actions | | answers                            | add_advantages, mini-batches, PPO         |
               | v                                    +-------------------------------------------+
-    [ EnvIO, shared memory:  ] -- answers ------------> [ pending: N ] -- complete --> [ rollout: ]
-    [ a row per environment  ] <- actions ------------- [   steps    ]    steps        [  S steps ]
+    [ EnvIO, shared memory: ] -- observation ---> [ pending: N steps, ] --+
+    [ a row per environment ] <-- action -------- [ a row of each     ]   +--> [ rollout: S steps ]
+               |                                                          |
+               +-- reward, whether the episode ended ---------------------+
 
 The numbers of the rows travel through pipes: one pipe to each worker, and one pipe back that all
 workers share. Actions, observations and rewards stay in shared memory.
 
 A *step* begins when inference chooses an action and sends it. From then on it is *in flight*, in
-its environment's row of `pending`, until the environment's answer arrives (reward, next
-observation, whether the episode ended). Then the step is *complete*, and moves to the next free row
-of the rollout. The environment gets its next action at once, unless this rollout wants no more of
-its steps. Then it is *idle* until the next rollout. The *version* of a policy is the number of
+its environment's row of `pending`, until this process takes the environment's answer: reward,
+whether the episode ended, next observation. That completes the step, which moves to the next free
+row of the rollout. The environment gets its next action at once, unless this rollout wants no more
+of its steps. Then it is *idle* until the next rollout. The *version* of a policy is the number of
 updates before it. A *segment* is everything that one environment gave to a rollout, in time order.
 Cut where episodes begin, segments become *sequences*.
 
 Names end in their shape, or in its first dimensions: N environments, S steps of a rollout,
 Q sequences, M steps of a mini-batch, B any batch (env_B: which B environments), H hidden units,
 L layers, F features, A dimensions of an action. action_BA is B x A, log_prob_B has B numbers.
+
+Errors: UserError is a mistake of the user, EnvironmentFailure one of an environment, and BadAnswer
+says that an environment has left its own observation space.
 
 The file down to "End of the lesson" is VER: options, the training loop, and its parts in the order
 in which a step needs them. Each section after that adds something that a real run needs, can be
@@ -55,7 +60,6 @@ import fcntl
 import functools
 import importlib
 import inspect
-import itertools
 import json
 import math
 import multiprocessing.forkserver
@@ -122,8 +126,8 @@ class Options:
     num_minibatches: int = 8  # mini-batches per epoch, equally large
     update_epochs: int = 2  # passes over each rollout
     clip_coef: float = 0.2  # PPO's clipping range of the probability ratio
-    # each rollout's advantages are brought to mean 0 and deviation 1; else divided by the unit in
-    # which values are learned, the root mean square of the returns
+    # each rollout's advantages are brought to mean 0 and deviation 1; if not, they are divided by
+    # the running root mean square of the returns
     norm_adv: bool = True
     ent_coef: float = 5e-3  # entropy coefficient; its first value if --target-entropy is set
     vf_coef: float = 0.5  # weight of the value loss
@@ -178,14 +182,14 @@ def train(run):
     """Collect a rollout, compute its advantages, update the policy; repeat to --total-timesteps.
 
     The only training loop there is. `run` has the policy, its optimizer and the counters, see `Run`
-    at the end of the lesson.
+    at the end of the lesson. `source` is the generator `rollouts_in_turn`.
     """
     with run.training() as source:  # saves at the end, whatever ends it
         while run.step < run.options.total_timesteps:
-            rollout = run.collect(source)  # Collector.collect
+            rollout = run.collect(source)  # next(source), which calls Collector.collect
             with run.learning() as logs:
                 steps = run.advantages(rollout)  # add_advantages
-                logs |= run.update(steps)  # ppo_update
+                logs.update(run.update(steps))  # ppo_update
             run.log(rollout, logs)
     run.evaluate()
 
@@ -217,16 +221,14 @@ class LSTM(nn.LSTM):
 
     def step(self, x_BF, state_B):
         """One step of B environments: output B x H and the state after it."""
-        memory = state_B.transpose(0, 1).split(self.num_layers)  # hidden and cell: L x B x H
-        out_BH, memory = lstm_step(self, x_BF, memory)
-        return out_BH, torch.cat(memory).transpose(0, 1)
+        return lstm_step(self, x_BF, state_B)
 
     def sequences(self, x_MF, state_Q, batch_sizes):
         """All M steps of Q sequences, arranged as a PackedSequence: output M x H.
 
         `state_Q` is the state before each sequence's first step, longest sequence first.
         """
-        memory = state_Q.transpose(0, 1).contiguous().split(self.num_layers)
+        memory = state_Q.transpose(0, 1).contiguous().split(self.num_layers)  # hidden, cell
         return lstm_sequences(self, PackedSequence(x_MF, batch_sizes), memory)
 
 
@@ -274,10 +276,10 @@ class Policy(nn.Module):
 
     def __init__(self, spec, options):
         super().__init__()
-        self.choices = spec.choices  # in each dimension of the action; empty: it is continuous
+        # how many choices there are in each dimension of the action; empty if it is continuous
+        self.choices = spec.choices
         self.encoders = self.make_encoders(spec, options)
         self.features = sum(encoder.out_features for encoder in self.encoders)
-        outputs = spec.action_dims
         if self.choices:
             tables = [nn.Embedding(1 + n, ACTION_FEATURES) for n in self.choices]  # 0: no action
             self.action_embedding = nn.ModuleList(tables)
@@ -288,6 +290,7 @@ class Policy(nn.Module):
             self.register_buffer("mask", mask, persistent=False)
             outputs = mask.numel()
         else:
+            outputs = spec.action_dims
             self.action_embedding = nn.Linear(spec.action_dims, ACTION_FEATURES)
             self.log_std_A = nn.Parameter(torch.full((spec.action_dims,), -0.5))
         self.core = self.make_core(self.features + ACTION_FEATURES, options)
@@ -397,11 +400,14 @@ class Table:
 
 
 class EnvIO(Table):
-    """One row for each environment, in shared memory: its last answer, and its next action.
+    """One row for each environment, in shared memory: the action sent last, and the last answer.
 
     A row belongs to the worker from the moment its number is sent down the worker's pipe until the
     worker sends the number back. Otherwise it belongs to the process that collects. So no lock is
     needed: nobody reads a row while it is being written.
+
+    `lost` is set when an action is sent, and cleared once the step is in the row. A worker that
+    starts and finds it set knows that the worker before it died in that step.
     """
 
     def __init__(self, spec, num_envs, first_episode=0):
@@ -409,12 +415,12 @@ class EnvIO(Table):
         columns = [
             ("obs", obs),  # what the environment shows now: a record with a field for each part
             ("final_obs", obs),  # what an episode showed last, since the reset overwrites `obs`
-            ("action", spec.action_dtype, (spec.action_dims,)),  # the one that was sent last
+            ("action", spec.action_dtype, (spec.action_dims,)),  # sent last
             ("first", bool),  # `obs` begins an episode
             ("reward", np.float32),
             ("terminated", bool),
             ("truncated", bool),
-            ("lost", bool),  # the environment has not taken the step, or crashed in it
+            ("lost", bool),  # the environment has not taken the step yet, or crashed in it
             ("episode", int),  # number of the episode that `obs` belongs to
             ("episode_stats", float, (len(spec.episode_columns),)),  # of the last whole episode
             ("began_at", float),  # when the simulator started on its last step (perf_counter) ...
@@ -447,7 +453,7 @@ class Steps(Table):
             ("value", np.float32),
             ("inference_at", float),  # when its inference began (time.perf_counter) ...
             ("sent_at", float),  # ... and its action was sent
-            # from the environment's answer
+            # from the environment's answer: in a rollout, not in `pending`
             ("reward", np.float32),  # with gamma * V(final observation), if it was truncated
             ("done", bool),  # last step of an episode
             ("lost", bool),  # the environment crashed: this step was made up
@@ -455,7 +461,7 @@ class Steps(Table):
             ("began_at", float),  # when the simulator started on the step ...
             ("step_sec", float),  # ... and how long it took
             # for learning
-            ("segment", int),  # which steps follow each other in time: those of an environment
+            ("segment", int),  # here `env`; ver_multigpu.py adds segments of older steps
             ("advantage", np.float32),
             ("norm_advantage", np.float32),  # the same, normalized
             ("returns", np.float32),  # targets of the value
@@ -502,8 +508,8 @@ def to_device(array, device):
 
 
 def send_numbers(pipe, numbers):
-    """Write several numbers at once: up to PIPE_BUF bytes stay together, even if other processes
-    write to the same pipe."""
+    """Write several numbers at once. They stay together even if other processes write to the same
+    pipe: `check_options` allows no more environments than fit into PIPE_BUF bytes."""
     os.write(pipe.fileno(), array("i", numbers))
 
 
@@ -535,28 +541,33 @@ class Environment:
                 self.step()
         except (Exception, SystemExit) as error:
             episode = self.io["episode"][self.number]
-            raise located(error, self.number, episode, self.length) from None
+            raise failure_at(error, self.number, episode, self.length) from None
 
     def start(self):
-        """Make the environment, and answer with its first observation. If it takes the place of one
-        that crashed in a step, the answer also ends that step."""
-        row = self.io.records[self.number]
-        if row["lost"]:
-            lose_step(row)
+        """Make the environment, and answer with its first observation.
+
+        If it takes the place of one that crashed, this answer also completes the step in flight.
+        That step is lost, unless it is in the row and has ended its episode.
+        """
+        io = self.io
+        e = self.number
+        if io["lost"][e] or not (io["terminated"][e] or io["truncated"][e]):
+            lose_step(io, e)
         self.env = make_env(self.options, self.split, self.number)
         self.reset()
 
     def reset(self):
         """Begin the next episode, from a seed of its own."""
-        row = self.io.records[self.number]
-        row["episode"] += 1
+        io = self.io
+        e = self.number
+        io["episode"][e] += 1
         # the split is a part of it, so that training and validation never share one
-        numbers = self.split == "val", self.options.seed, self.number, row["episode"]
+        numbers = self.split == "val", self.options.seed, e, io["episode"][e]
         observation, _ = self.env.reset(seed=derive_seed(*numbers))
         self.length = 0
         self.total_reward = 0.0
-        self.write(row["obs"], observation)
-        row["first"] = True
+        self.write(io["obs"], observation)
+        io["first"][e] = True
 
     def step(self):
         """Take the action that the row holds, write the answer there, reset if the episode ended.
@@ -565,35 +576,37 @@ class Environment:
         `obs`, and because the value of a truncated episode's end is computed from it. Every episode
         is reset here, so an autoreset wrapper changes nothing.
         """
-        row = self.io.records[self.number]
+        io = self.io
+        e = self.number
         began_at = time.perf_counter()
-        action = to_env_action(self.spec.action, row["action"])
+        action = to_env_action(self.spec.action, io["action"][e])
         self.length += 1  # before the step: if that raises, the error names the right step
         observation, reward, terminated, truncated, info = self.env.step(action)
         self.total_reward += float(reward)
-        row["reward"] = check_reward(reward)
-        row["terminated"] = terminated
-        row["truncated"] = truncated and not terminated
-        row["first"] = False
+        io["reward"][e] = check_reward(reward)
+        io["terminated"][e] = terminated
+        io["truncated"][e] = truncated and not terminated
+        io["first"][e] = False
         ended = terminated or truncated
         if ended:
             metrics = [float(info[name]) for name in self.spec.metrics]
-            row["episode_stats"] = [self.total_reward, self.length, *metrics]
-        self.write(row["final_obs" if ended else "obs"], observation)
-        row["lost"] = False  # the step is in the row: a crash in the reset does not lose it
+            io["episode_stats"][e] = [self.total_reward, self.length, *metrics]
+        self.write(io["final_obs" if ended else "obs"], observation)
+        io["began_at"][e] = began_at
+        io["step_sec"][e] = time.perf_counter() - began_at
+        io["lost"][e] = False  # the step is in the row: a crash in the reset does not lose it
         if ended:
             self.reset()
-        row["began_at"] = began_at
-        row["step_sec"] = time.perf_counter() - began_at
+            io["step_sec"][e] = time.perf_counter() - began_at
 
-    def write(self, record, observation):
-        """Copy an observation into a record of the row. Raises BadAnswer if it is not in the
-        observation space."""
+    def write(self, column, observation):
+        """Copy an observation into this environment's row of `obs` or `final_obs`. Raises BadAnswer
+        if it is not in the observation space."""
         leaves = self.spec.leaves(observation)
         check_shapes(leaves, self.spec)
         for key, leaf in leaves.items():
-            record[key] = leaf
-        check_numbers(leaves, record, self.spec)
+            column[key][self.number] = leaf
+            check_numbers(column[key][self.number], leaf, key, self.spec)
 
     def close(self):
         """Close the environment, if there is one. An error is printed, and changes nothing."""
@@ -606,12 +619,12 @@ class Environment:
 
 
 def is_due(num_answered, num_environments, sec):
-    """Whether a worker sends the answers that it has before it steps the rest.
+    """Whether a worker sends the answers that it has before it steps the rest. Asked after every
+    answer.
 
-    After 2 ms, if half of its environments have answered: inference then computes their next
-    actions while the worker steps the other half, which is double-buffered sampling (Sample
-    Factory, section 3.2). After a second, however few have answered; otherwise the worker would
-    seem to hang.
+    After 2 ms it does so if half of its environments have answered. Inference then computes their
+    next actions while the worker steps the other half: double-buffered sampling (Sample Factory,
+    section 3.2). After a second it sends whatever it has; otherwise it would seem to hang.
     """
     return sec > 1.0 or (sec > 0.002 and 2 * num_answered >= num_environments)
 
@@ -636,7 +649,8 @@ def env_worker(inbox, outbox, environments):
                     since = time.perf_counter()
         finally:  # if an environment raises, the ones before it have answered
             send_numbers(outbox, answered)
-    for environment in reversed(environments.values()):  # the first one's OpenGL context last
+    # in reverse: the OpenGL contexts of later environments may share that of the first
+    for environment in reversed(environments.values()):
         environment.close()
 
 
@@ -662,7 +676,8 @@ class Workers:
         self.send(np.arange(len(environments)))
 
     def start(self, worker):
-        """Start a worker's process, `env_worker`: it has every W-th environment."""
+        """Start a worker's process: `env_worker`, inside `guarded_worker`, which reports errors. It
+        has every W-th environment."""
         mine = {each.number: each for each in self.environments[worker :: self.num_workers]}
         inbox, _ = self.pipes[worker]
         arguments = inbox, self.outbox, mine
@@ -705,9 +720,8 @@ class Workers:
 class Collector:
     """Collects rollouts with a policy, and remembers what passes from one rollout to the next.
 
-    `enough`: a function of the number of complete steps that says whether a rollout ends early:
-    when the run must end (a signal), and with many GPUs, when waiting for this process costs too
-    much.
+    `enough` is a function of the number of complete steps that says whether a rollout ends early.
+    It does after a signal, and with many GPUs when waiting for this process would cost too much.
     """
 
     def __init__(self, policy, workers, io, spec, options, enough=lambda rows: False):
@@ -724,7 +738,7 @@ class Collector:
         self.pending["segment"][:] = range(num_envs)
         self.in_flight_N = np.zeros(num_envs, bool)
         self.answered = []  # environments that have answered, not yet taken, in order of arrival
-        self.idle = np.zeros(0, int)  # environments that were taken, but given no new action yet
+        self.idle = np.zeros(0, int)  # their answers were taken, but they got no new action yet
         # recurrent state after each environment's latest action, its step complete or not
         self.state_N = torch.zeros(num_envs, *policy.state_shape, device=self.device)
         self.given_N = np.zeros(num_envs, int)  # steps that each has given to this rollout
@@ -884,15 +898,16 @@ def rollouts_in_turn(run):
     policy = run.policy
     options = run.options
     device = next(policy.parameters()).device
-    # episodes are seeded by their numbers, and none is shorter than a step: so a resumed run, which
-    # counts from run.step, repeats no episode that has ended
+    # An episode's number seeds it. An environment has ended at most run.step episodes, because each
+    # took a step or more. So a run that is resumed, and numbers from there on, repeats none of them
     io = EnvIO(run.spec, options.num_envs, first_episode=run.step)
     size = options.rollout_steps, options.num_envs
     rollout = Rollout(run.spec, *size, policy.state_shape, device)
+    # `Workers`, or with --num-workers 0 `InlineWorkers`
     with contextlib.closing(make_workers(options, "train", run.spec, io)) as workers:
         collector = run.collector_class(policy, workers, io, run.spec, options, run.enough)
-        for version in itertools.count(run.version):  # the caller makes one update of each rollout
-            collector.version = version
+        while True:
+            collector.version = run.version
             torch.set_num_threads(1)  # the workers want the cores now; `Run.learning` sets more
             collector.collect(rollout)
             yield rollout
@@ -1124,6 +1139,7 @@ def minibatch_step(policy, optimizer, batch, options, average):
     (loss + auxiliary_loss).backward()
     learned = [weight for weight in policy.parameters() if weight.grad is not None]
     average([weight.grad for weight in learned])
+    # the entropy coefficient is not a part of the network: its gradient does not count in the norm
     network = [weight for weight in learned if weight is not policy.log_ent_coef]
     norm = nn.utils.clip_grad_norm_(network, options.max_grad_norm)
     finite = torch.isfinite(norm)
@@ -1181,8 +1197,10 @@ class Run:
     """
 
     collector_class = Collector
-    max_lag = 0  # updates between the policies that act and learn, not counting carried steps
-    saved_after = Exception  # what was learned is saved, whatever happens
+    # by how many updates the policy that acts may be older than the one that learns (a step in
+    # flight may be older still)
+    max_lag = 0
+    saved_after = Exception  # after these exceptions, a checkpoint is written
     folder = None
 
     def __init__(self, options):
@@ -1190,13 +1208,14 @@ class Run:
         check_process()
         self.spec, self.policy = build(options)
         device = next(self.policy.parameters()).device
-        self.options = replace(options, device=str(device))  # with its number, for simulators too
+        self.options = replace(options, device=str(device))  # as in `build`: with its number
         self.step = 0  # environment steps learned from
         self.version = 0  # updates made
         self.recent = deque(maxlen=100)  # episode_stats of the last episodes
         self.stopwatch = Stopwatch()
         self.signal = None
-        self.crowded = 0  # updates that one thread makes, because others need the cores
+        # how many of the next updates one thread makes, because other programs need the cores
+        self.single_thread_updates = 0
         self.optimizer = self.make_optimizer()
         self.learning_rates = [group["lr"] for group in self.optimizer.param_groups]
         self.restore()
@@ -1242,8 +1261,8 @@ class Run:
                 self.folder.say(self.stopwatch.advice(self.options))
 
     def note_signal(self, number, _frame):
-        """Record the first signal, so that training stops between optimizer steps. A second one
-        kills the process."""
+        """Record the first signal, so that training stops after the update that is being made. A
+        second one kills the process."""
         self.signal = number
         with contextlib.suppress(OSError):  # nobody reads it
             os.write(2, b"\nstopping after this update; once more ends at once\n")
@@ -1255,7 +1274,8 @@ class Run:
         return rollouts_in_turn(self)
 
     def enough(self, rows=0):
-        """Whether a rollout of so many rows ends early: after a signal. Moves the progress bar."""
+        """Whether a rollout of so many rows ends early: after a signal. This is asked all the time,
+        so it moves the progress bar, too."""
         self.folder.progress(self.step + rows)
         return self.signal is not None
 
@@ -1268,18 +1288,18 @@ class Run:
 
     @contextlib.contextmanager
     def learning(self):
-        """Around the learning of one update: set the number of threads, and yield a dictionary to
-        log, which gets the time. (`crowded`: see `learner_threads`.)"""
+        """Around the learning of one update: set the number of threads (see `learner_threads`), and
+        yield a dictionary for logs, to which the time is added at the end."""
         began_at = time.perf_counter()
-        waited_sec = -run_delay_sec()
-        torch.set_num_threads(learner_threads(self.options, self.crowded))
+        delay_before_sec = run_delay_sec()
+        torch.set_num_threads(learner_threads(self.options, self.single_thread_updates))
         logs = {}
         yield logs
         logs["time/learning_sec"] = time.perf_counter() - began_at
-        waited_sec += run_delay_sec()
-        self.crowded = max(0, self.crowded - 1)
+        waited_sec = run_delay_sec() - delay_before_sec
+        self.single_thread_updates = max(0, self.single_thread_updates - 1)
         if waited_sec > 0.1 * logs["time/learning_sec"]:
-            self.crowded = CROWDED_UPDATES
+            self.single_thread_updates = CROWDED_UPDATES
 
     def advantages(self, rollout):
         """Compute what each step was worth. Returns the steps to learn from."""
@@ -1322,7 +1342,8 @@ class Run:
         logs["charts/SPS_update"] = steps / logs["time/cycle_sec"]
         logs["charts/SPS"] = (self.step - self.first_step) / self.stopwatch.passed_sec()
         logs |= mean_episode(self.recent, self.spec)
-        if self.stopwatch.remember(logs) == 10:
+        self.stopwatch.remember(logs)
+        if self.stopwatch.remembers == ADVICE_AFTER_UPDATES:
             self.folder.say(self.stopwatch.advice(self.options))
         self.folder.progress(self.step, logs)
         self.folder.write_scalars(logs, self.step)
@@ -1334,9 +1355,10 @@ class Run:
         return rollout.rows, logs, finished_episodes(rollout)
 
     def save(self):
-        """Write a checkpoint, unless this step has one. Raises OSError if that fails, as with a
-        full disk; the checkpoint before stays."""
-        if self.step == self.saved_step > self.first_step:
+        """Write a checkpoint, unless this process has written one at this step. Raises OSError if
+        that fails, as on a full disk; the checkpoint before stays."""
+        has_written = self.saved_step > self.first_step
+        if has_written and self.saved_step == self.step:
             return
         self.folder.write_checkpoint(run_state(self))
         self.saved_step = self.step
@@ -1371,8 +1393,8 @@ MAX_WORKERS = 128
 def make_env(options, split="train", number=0):
     """Environment `number` of a split (train or val) as --env-id, --env-kwargs and --wrappers say.
 
-    Those that are registered with arguments named `options`, `split` or `number` are told these;
-    other environments differ in their seeds alone.
+    Environments that are registered with arguments named `options`, `split` or `number` receive
+    these. Other environments differ in their seeds alone.
     """
     spec = load(options.env_id, "--env-id")
     known = {"options": options, "split": split, "number": number}
@@ -1553,8 +1575,8 @@ def check_spaces(spec):
 
 def time_steps(trial):
     """Mean seconds of a step of this environment by random actions, resets included, and how many
-    of them on a CPU. Takes a second, or less if the environment fails, which training would
-    survive. (Simulators are slow at first: they load scenes, and agents that act at random end
+    of them on a CPU. Takes a second, or less if the environment fails: training survives that, so
+    this does. (Simulators are slow at first: they load scenes, and agents that act at random end
     episodes soon.)
 
     The time in which other programs had the core does not count: a simulator that computes on a
@@ -1597,10 +1619,12 @@ def container_cores(root=Path("/sys/fs/cgroup")):
 
 
 def count_workers(options, spec):
-    """Worker processes to start, and why. auto: none for very cheap steps; else as many as keep the
-    cores busy beside this process, which needs the smaller a share of them, the slower steps are:
-    about one a core if a step is computed on the CPU, more the more of its time it waits for
-    something else (a GPU, a server), up to one for each environment."""
+    """How many worker processes to start, and why.
+
+    auto: none if steps are very cheap. Otherwise about one for each core if a step keeps a CPU
+    busy, and more, up to one for each environment, if it mostly waits for a GPU or a server. This
+    process needs a share of the cores, too, which is larger if steps are fast.
+    """
     if options.num_workers != "auto":
         return options.num_workers, "--num-workers"
     step = f"a step takes {1000 * spec.step_sec:.2g} ms"
@@ -1625,11 +1649,12 @@ def image_layout(space):
     >>> image_layout(gym.spaces.Box(0, 255, (3, 36, 40), np.uint8))
     (3, 36, 40, False)
     """
-    box = isinstance(space, gym.spaces.Box) and len(space.shape) in (2, 3)
-    if not box or sorted(space.shape)[-2] < 8:
+    if not isinstance(space, gym.spaces.Box) or len(space.shape) not in (2, 3):
         return None
     shape = space.shape if len(space.shape) == 3 else (*space.shape, 1)
-    return (shape[2], *shape[:2], True) if shape[2] <= shape[0] else (*shape, False)
+    channels_last = shape[2] <= shape[0]
+    channels, height, width = (shape[2], *shape[:2]) if channels_last else shape
+    return (channels, height, width, channels_last) if min(height, width) >= 8 else None
 
 
 def is_any_size(space):
@@ -1794,7 +1819,7 @@ def build_encoders(spec, hidden_size):
 
 # ------------------------------------------------------------------------------------ Supervision
 # Adds checks of what environments answer, workers that are replaced when environments raise, hang
-# or die, --num-workers 0, and signals. The lesson calls `located`, `lose_step`, `check_reward`,
+# or die, --num-workers 0, and signals. The lesson calls `failure_at`, `lose_step`, `check_reward`,
 # `check_shapes`, `check_numbers`, `tell`, `make_workers`, `guarded_worker`, `Supervisor`,
 # `process_context`, `share_memory`, `end_process`, `check_process`, `caught_signals`, `SIGNALS`,
 # `Interrupted` and `check_rollout`.
@@ -1805,7 +1830,7 @@ BAD_ANSWER_STATUS = 3  # with which a worker process exits
 
 
 class UserError(Exception):
-    """Something the user can mend; shown as one line, exit status 2."""
+    """Something the user can fix; shown as one line, exit status 2."""
 
 
 class Interrupted(Exception):
@@ -1838,8 +1863,8 @@ def lead_group():
     process that started it is gone, and it does not end by itself (a simulator hangs), the group is
     killed.
 
-    Simulators may use multiprocessing, and signals are caught, not ignored as by the fork server:
-    programs that a simulator starts would ignore them, too.
+    Simulators may use multiprocessing. Signals are caught, not ignored as by the fork server:
+    programs that a simulator starts inherit what is ignored, but not what is caught.
     """
     multiprocessing.current_process().daemon = False
     for number in SIGNALS:
@@ -1886,22 +1911,25 @@ def tell(text):
         tqdm.write(f"rank {rank}: {text}", file=sys.__stderr__)  # sys.stderr is rank 0's alone
 
 
-def located(error, number, episode, step):
-    """The failure that an error of an environment is: its message says where it happened."""
+def failure_at(error, number, episode, step):
+    """An environment's error as an EnvironmentFailure (or BadAnswer) that says where it happened.
+    """
     kind = BadAnswer if isinstance(error, BadAnswer) else EnvironmentFailure
     place = f"environment {number}, episode {episode}, step {step}"
     return kind(f"{place}:\n{traceback.format_exc()}")
 
 
-def lose_step(row):
-    """Complete a step that was lost when its environment crashed: no reward, truncated at what the
-    environment showed last. (If it were terminated, the policy would learn a value of 0 there.)"""
-    row["reward"] = 0.0
-    row["terminated"] = False
-    row["truncated"] = True
-    row["final_obs"] = row["obs"]
-    row["began_at"] = time.perf_counter()
-    row["step_sec"] = 0.0
+def lose_step(io, e):
+    """Complete a step that was lost when its environment crashed: no reward, truncated at the
+    observation that was seen last. (If it were terminated, the policy would learn a value of 0
+    there.)"""
+    io["reward"][e] = 0.0
+    io["terminated"][e] = False
+    io["truncated"][e] = True
+    io["final_obs"][e] = io["obs"][e]
+    io["lost"][e] = True
+    io["began_at"][e] = time.perf_counter()
+    io["step_sec"][e] = 0.0
 
 
 def check_reward(reward):
@@ -1919,15 +1947,13 @@ def check_shapes(leaves, spec):
         raise BadAnswer(f"observation has the shapes {shapes}, the observation space {known}")
 
 
-def check_numbers(leaves, record, spec):
-    """Raise BadAnswer if a part of an observation is not finite, or is not what `record` has kept
-    of it: it has another type than its space."""
-    for key, leaf in leaves.items():
-        kept = record[key]
-        space = spec.observations[key]
-        good = np.isfinite(kept).all() if kept.dtype.kind == "f" else np.array_equal(kept, leaf)
-        if not good or (kept.dtype.kind == "i" and kept not in space):
-            raise BadAnswer(f"observation {key!r} is {leaf}, the observation space {space}")
+def check_numbers(kept, leaf, key, spec):
+    """Raise BadAnswer if a part of an observation is not finite, or if the table has not kept it
+    exactly, because it has another type than its space."""
+    space = spec.observations[key]
+    good = np.isfinite(kept).all() if kept.dtype.kind == "f" else np.array_equal(kept, leaf)
+    if not good or (kept.dtype.kind == "i" and kept not in space):
+        raise BadAnswer(f"observation {key!r} is {leaf}, the observation space {space}")
 
 
 def make_workers(options, split, spec, io):
@@ -1997,7 +2023,7 @@ def guarded_worker(inbox, outbox, environments):
     status = 1
     try:
         env_worker(inbox, outbox, environments)
-        if not multiprocessing.parent_process().is_alive():  # else it does that
+        if not multiprocessing.parent_process().is_alive():  # nobody is left for `end_process`
             os.killpg(0, signal.SIGKILL)
         return
     except EnvironmentFailure as error:
@@ -2121,7 +2147,7 @@ def check_rollout(rollout, version, lag=0):
 # ----------------------------------------------------------------------------- Logs and evaluation
 # Adds what is said of a run: where the time goes, how uneven the environments and how old the data
 # are, and an evaluation. The lesson calls `mean_logs`, `summarize_rollout`, `finished_episodes`,
-# `mean_episode`, `Stopwatch`, `headline` and `report_evaluation`.
+# `mean_episode`, `Stopwatch`, `ADVICE_AFTER_UPDATES`, `headline` and `report_evaluation`.
 
 
 def mean_logs(logs):
@@ -2175,6 +2201,9 @@ def mean_episode(recent, spec):
     return dict(zip(tags, np.array(recent).mean(axis=0)))
 
 
+ADVICE_AFTER_UPDATES = 10
+
+
 class Stopwatch:
     """Where the time of a run goes."""
 
@@ -2183,8 +2212,8 @@ class Stopwatch:
     def __init__(self):
         self.began_at = time.perf_counter()
         self.lap_at = self.began_at
-        self.first = True
         self.cycles = deque(maxlen=100)  # (seconds, shares) of the last updates
+        self.remembers = -1  # updates, not counting the first one
 
     def passed_sec(self):
         """Seconds since the run began."""
@@ -2213,12 +2242,11 @@ class Stopwatch:
 
     def remember(self, logs):
         """Keep the times of an update for `advice`, except the first one, in which environments
-        start. Returns how many are kept."""
+        start."""
         shares = [logs[f"time/{name}_share"] for name in self.SHARES]
-        if not self.first:
+        if self.remembers >= 0:
             self.cycles.append((logs["time/cycle_sec"], shares))
-        self.first = False
-        return len(self.cycles)
+        self.remembers += 1
 
     def advice(self, options):
         """One line that says what took most of the time in the last hundred updates."""
@@ -2272,6 +2300,7 @@ def play_episodes(policy, spec, options):
     """
     num_envs = min(options.num_envs, options.eval_episodes)
     num_workers = min(count_workers(options, spec)[0], num_envs)
+    # one mini-batch, because `check_options` refuses more of them than steps
     sizes = {"num_envs": num_envs, "num_workers": num_workers, "num_minibatches": 1}
     device = next(policy.parameters()).device
     options = replace(options, **sizes, device=str(device), seed=0, sampler="ver")
@@ -2279,10 +2308,10 @@ def play_episodes(policy, spec, options):
     left_N = share + (np.arange(num_envs) < rest)
     io = EnvIO(spec, num_envs)
     found = []
-    generators = torch.random.fork_rng([device] if device.type == "cuda" else [])
+    own_random_state = torch.random.fork_rng([device] if device.type == "cuda" else [])
     workers = make_workers(options, "val", spec, io)
     bar = tqdm(total=options.eval_episodes, unit=" episodes", delay=20, leave=False)
-    with generators, contextlib.closing(workers), bar:
+    with own_random_state, contextlib.closing(workers), bar:
         torch.set_num_threads(1)  # as in training
         torch.manual_seed(options.seed)
         collector = Collector(policy, workers, io, spec, options)
@@ -2304,7 +2333,7 @@ def report_evaluation(policy, spec, options):
     found = play_episodes(policy, spec, options)
     sec = time.perf_counter() - began_at
     means = found.mean(axis=0)
-    errors = found.std(axis=0, ddof=len(found) > 1) / math.sqrt(len(found))
+    errors = found.std(axis=0, ddof=1 if len(found) > 1 else 0) / math.sqrt(len(found))
     names = spec.episode_columns
     parts = [f"{n} {mean:.3f} ± {error:.3f}" for n, mean, error in zip(names, means, errors)]
     how = "greedy" if options.greedy else "sampled"
@@ -2512,17 +2541,18 @@ class RunFolder:
 CROWDED_UPDATES = 10
 
 
-def lstm_step(lstm, x_BF, memory):
-    """One step of an nn.LSTM: output B x H and the memory after it. nn.LSTM itself would take twice
-    as long on a CPU."""
+def lstm_step(lstm, x_BF, state_B):
+    """One step of an LSTM: output B x H and the state after it. nn.LSTM itself would take twice as
+    long on a CPU."""
     hidden = []
     cells = []
     out_BH = x_BF
     for layer, weights in enumerate(lstm.all_weights):
-        out_BH, cell_BH = torch.lstm_cell(out_BH, [part[layer] for part in memory], *weights)
+        memory = state_B[:, layer], state_B[:, lstm.num_layers + layer]
+        out_BH, cell_BH = torch.lstm_cell(out_BH, memory, *weights)
         hidden.append(out_BH)
         cells.append(cell_BH)
-    return out_BH, (torch.stack(hidden), torch.stack(cells))
+    return out_BH, torch.stack(hidden + cells, dim=1)
 
 
 def lstm_sequences(lstm, packed, memory):
@@ -2544,9 +2574,9 @@ def learner_threads(options, crowded):
     Threads wait for each other many times in an update, so one that has lost its core to another
     program holds all of them up. Then one thread alone is faster. So after an update in which the
     main thread had to wait for its core for a tenth of the time, one thread makes the next 10
-    updates. (For the run's own workers, which finish their steps, it waits less.) And a thread that
-    waits for another does not spin for long, which GOMP_SPINCOUNT=1000 sees to, because the first
-    such update could otherwise take minutes.
+    updates. (Waiting while the run's own workers finish their steps stays below that tenth.) And
+    GOMP_SPINCOUNT=1000 keeps a thread that waits for another from spinning for long. Otherwise the
+    first such update could take minutes.
     """
     if options.learner_threads != "auto":
         return options.learner_threads
@@ -2624,10 +2654,11 @@ def read_arguments(items):
 
 
 def find(text, option):
-    """What `module:name(key=value, ...)` names, given for this option, and the arguments in its
-    brackets, if it has any. Imports the module, and finds its attribute of that name, for --env-id
-    Gymnasium's specification of the environment that it registers by that id (without a module: one
-    that Gymnasium knows). Raises UserError.
+    """The thing that `module:name(key=value, ...)` names, and the arguments in its brackets.
+
+    Imports the module, and returns its attribute of that name. For --env-id, the module registers
+    environments, and Gymnasium's specification of that id is returned; without a module, it is one
+    that Gymnasium knows. Raises UserError.
 
     >>> find("math:prod(start=2, name=a/b.pt)", "--policy")
     (<built-in function prod>, {'start': 2, 'name': 'a/b.pt'})
@@ -2646,6 +2677,8 @@ def find(text, option):
         raise UserError(f"{option} {text} cannot be found ({reason}): {advice}") from None
     if not bracket:
         return found, {}
+    if option == "--env-id":
+        raise UserError(f"{option} {text}: give arguments by --env-kwargs KEY=VALUE ...")
     if not re.fullmatch(r"\w+ *=.*\)", rest):
         raise UserError(f"{option} {text}: must be {short}(KEY=VALUE, ...)")
     # a comma separates arguments where another KEY= follows
@@ -2653,7 +2686,7 @@ def find(text, option):
 
 
 def load(text, option):
-    """What a string names (`find`), with its arguments bound to it. Raises UserError.
+    """The thing that a string names (`find`), with its arguments bound to it. Raises UserError.
 
     >>> load("math:prod(start=2)", "--policy")([3, 4])
     24
@@ -2671,9 +2704,9 @@ def load(text, option):
 
 
 def extend(run_class, options):
-    """The class of a run, with all --extensions: each is a subclass of `Run` and overrides some of
-    its members, around the ones before it. Its arguments are those of its attributes that are
-    annotated. Raises UserError."""
+    """The class of a run, with all --extensions. Each is a subclass of `Run` and overrides some of
+    its members, around the ones before it. Arguments in brackets become attributes of the class; an
+    extension takes those that it annotates. Raises UserError."""
     for text in options.extensions:
         extension, arguments = find(text, "--extensions")
         if not inspect.isclass(extension) or not issubclass(extension, Run):
@@ -2683,6 +2716,7 @@ def extend(run_class, options):
         if unknown:
             raise UserError(f"--extensions {text}: there is no {unknown[0]}, it takes {takes}")
         try:
+            # as `class NAME(extension, run_class)` with these attributes
             run_class = type(run_class.__name__, (extension, run_class), arguments)
         except TypeError:
             reason = "is there already, or cannot stand behind the ones before it"
@@ -2835,8 +2869,10 @@ def main(argv=None, kind=Options, launch=launch):
     except UserError as error:
         print(f"{program}: {error}", file=sys.stderr)
         return 2
-    except (Interrupted, KeyboardInterrupt) as error:  # in training; outside of it
-        return 128 + (error.args or SIGNALS)[0]
+    except Interrupted as error:
+        return 128 + error.args[0]
+    except KeyboardInterrupt:  # outside of training
+        return 128 + signal.SIGINT
     except (EnvironmentFailure, FloatingPointError, OSError) as error:
         print(f"{program}: {error}", file=sys.stderr)
         return 1
