@@ -125,7 +125,7 @@ class Ranks:
             return function(*args, **more)
         except RuntimeError as error:
             silent = f"been silent for {self.timeout_sec:.0f} s (--rank-timeout)"
-            reason = f"{str(error).splitlines()[0][:200]}"
+            reason = str(error).partition("\n")[0][:200]
             message = f"rank {self.rank}: another rank has died, or {silent}: {reason}"
             raise RankFailure(message) from None
 
@@ -155,7 +155,7 @@ class Ranks:
             if known:
                 raise known
 
-    def count(self, rollout, more):
+    def add(self, rollout, more):
         """Add to the counter of a rollout, which all ranks see at any time, and return it. Not a
         collective."""
         return self.call(self.store.add, self.counter(rollout), more)
@@ -268,10 +268,12 @@ def step_seconds(rollout, quota):
 
 def fill_up(learned, newest, rollout):
     """Put a rollout, preempted or not, in front of the S steps that this rank learned from before,
-    and let as many of the oldest go: so there are S again (VER section 2.3). Those that stay keep
-    their advantages, returns and weights, and are segments of their own.
+    and drop as many of the oldest: so there are S again (VER section 2.3).
 
-    `learned` has its `newest` steps first, then the older ones, each part in time order.
+    `learned` has the `newest` steps of the last rollout first, then older steps, each part in time
+    order. Afterwards it has the steps of this rollout first, then the older steps that stay. These
+    keep their advantages, returns and weights. Those of one environment are one segment, since no
+    step is missing between its rollouts.
     """
     fresh = np.arange(rollout.rows)
     rest = np.arange(rollout.rows, learned.capacity)
@@ -294,33 +296,41 @@ class RankRun(ver_ppo.Run):
     add to, of complete steps (optimal) or of ranks that are done (threshold): when it reaches
     `limit`, a rollout ends as it is."""
 
-    saved_after = Interrupted, EnvironmentFailure, FloatingPointError  # what all ranks raise alike
+    # all ranks raise these together
+    exceptions_that_save = Interrupted, EnvironmentFailure, FloatingPointError
 
     def __init__(self, options):
         self.ranks = Ranks(options.rank_timeout)
         self.learned = None  # with preemption: the S steps that were learned from last ...
         self.newest = 0  # ... of which so many are of the last rollout
         self.min_steps = options.rollout_steps // 4 if options.preemption == "threshold" else 1
+        # the first rollout, of which nothing is known, may last half a second
         self.begin_rollout(limit=NO_LIMIT, predicted_sec=0.0, expected_sec=0.5)
-        with contextlib.ExitStack() as on_failure:
-            on_failure.callback(self.close)
-            failure = None
-            try:
-                check_gpus(self.ranks, options)
-                usual = type(self).rollouts is ver_ppo.Run.rollouts
-                usual = usual and self.collector_class is Collector
-                if options.preemption != "none" and not usual:
-                    advice = "must be none with an extension that collects in its own way"
-                    ver_ppo.refuse(options, "preemption", advice)
-                super().__init__(options)
-            except UserError as error:
-                failure = error
-            self.ranks.agree(failure)
-            begin_alike(self.ranks, self)
-            on_failure.pop_all()
+        try:
+            self.begin_together(options)
+        except BaseException:
+            self.close()
+            raise
         if self.ranks.rank:  # weights were drawn alike; environments and actions are not
             seed = ver_ppo.derive_seed(SEED_OF_RANK, options.seed, self.ranks.rank)
             self.options = replace(self.options, seed=seed)
+
+    def begin_together(self, options):
+        """As Run.__init__, with the weights of rank 0. What is refused on one rank, all ranks
+        refuse. Raises UserError."""
+        failure = None
+        try:
+            check_gpus(self.ranks, options)
+            usual = type(self).rollouts is ver_ppo.Run.rollouts
+            usual = usual and self.collector_class is Collector
+            if options.preemption != "none" and not usual:
+                advice = "must be none with an extension that collects in its own way"
+                ver_ppo.refuse(options, "preemption", advice)
+            super().__init__(options)
+        except UserError as error:
+            failure = error
+        self.ranks.agree(failure)
+        begin_alike(self.ranks, self)
 
     def open_folder(self):
         """Rank 0 makes the folder; on the other ranks it is silent."""
@@ -376,22 +386,22 @@ class RankRun(ver_ppo.Run):
             self.counted = rows
         else:
             news = int(done)
-        total = self.ranks.count(self.version, news)
+        total = self.ranks.add(self.version, news)
         self.preempted = total >= self.limit and rows >= self.min_steps
         self.other_stopped = total >= STOP
 
-    def collect(self, source):
+    def next_rollout(self, source):
         """This rank's rollout, when all ranks have one. Raises what any rank raised."""
         failure = None
         try:
-            rollout = super().collect(source)
+            rollout = super().next_rollout(source)
             self.count(rollout.rows, done=True)
         except (Interrupted, UserError, OSError) as error:
             failure = error
         except EnvironmentFailure as error:
             failure = EnvironmentFailure(f"rank {self.ranks.rank}: {error}")
         if failure:
-            self.ranks.count(self.version, STOP)
+            self.ranks.add(self.version, STOP)
         self.ranks.agree(failure)
         return rollout
 

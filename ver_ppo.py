@@ -186,9 +186,9 @@ def train(run):
     """
     with run.training() as source:  # saves at the end, whatever ends it
         while run.step < run.options.total_timesteps:
-            rollout = run.collect(source)  # next(source), which calls Collector.collect
+            rollout = run.next_rollout(source)  # Collector.collect
             with run.learning() as logs:
-                steps = run.advantages(rollout)  # add_advantages
+                steps = run.advantages(rollout)  # add_advantages; these are the rollout's steps
                 logs.update(run.update(steps))  # ppo_update
             run.log(rollout, logs)
     run.evaluate()
@@ -228,8 +228,8 @@ class LSTM(nn.LSTM):
 
         `state_Q` is the state before each sequence's first step, longest sequence first.
         """
-        memory = state_Q.transpose(0, 1).contiguous().split(self.num_layers)  # hidden, cell
-        return lstm_sequences(self, PackedSequence(x_MF, batch_sizes), memory)
+        hidden, cell = state_Q.transpose(0, 1).contiguous().split(self.num_layers)
+        return lstm_sequences(self, PackedSequence(x_MF, batch_sizes), (hidden, cell))
 
 
 class FeedForward(nn.Linear):
@@ -250,9 +250,9 @@ class FeedForward(nn.Linear):
 class Critic(nn.Linear):
     """The value head: B x H -> B values.
 
-    Its linear layer predicts values in units of `scale`, the typical size of returns, which
-    `update_value_scale` keeps up to date. The scale, and so every value, is 0 until a first reward
-    has been seen.
+    Its linear layer predicts values in units of `scale`, the typical size of returns. At first the
+    scale is 0, and so is every value. Every update begins with a new scale (`update_value_scale`),
+    so it is no longer 0 when the first reward is learned from.
     """
 
     def __init__(self, hidden_size):
@@ -267,7 +267,10 @@ class Critic(nn.Linear):
 class Policy(nn.Module):
     """Encoders, embedding of the previous action, core, action head and value head (VER section 4).
 
-    `spec` (`EnvSpec`) says what the environment gives and takes.
+    `spec` (`EnvSpec`, after the lesson) describes the environment: `observations` are the spaces of
+    all parts of an observation, `obs_fields` their names, types and shapes; an action has
+    `action_dims` dimensions, A, of `action_dtype`, with `choices` in each if they are discrete; and
+    `episode_columns` are the numbers that are kept of an episode: return, length, metrics.
 
     Another policy needs what the trainer uses: `step`, `sequences`, `auxiliary_loss`,
     `state_shape`, `log_ent_coef`, and `critic`, a `Critic`, which gives its values. To change one
@@ -283,7 +286,8 @@ class Policy(nn.Module):
         if self.choices:
             tables = [nn.Embedding(1 + n, ACTION_FEATURES) for n in self.choices]  # 0: no action
             self.action_embedding = nn.ModuleList(tables)
-            # A rows of logits, as long as the longest one needs; the mask hides the rest of a row
+            # one row of logits for each of the A dimensions, all as long as the longest; the mask
+            # hides the rest of a row
             most = max(self.choices)
             used = torch.arange(most) < torch.tensor(self.choices)[:, None]
             mask = torch.full(used.shape, -math.inf).masked_fill(used, 0.0)
@@ -297,8 +301,9 @@ class Policy(nn.Module):
         self.state_shape = (self.core.state_rows, options.hidden_size)
         self.actor = orthogonal(nn.Linear(options.hidden_size, outputs), 0.01)
         self.critic = Critic(options.hidden_size)
-        log_ent_coef = torch.tensor(math.log(max(options.ent_coef, 1e-30)))
+        # the entropy coefficient of `ppo_loss`: it is learned if there is a --target-entropy
         learned = options.target_entropy is not None
+        log_ent_coef = torch.tensor(math.log(max(options.ent_coef, 1e-30)))  # log(0) is -inf
         self.log_ent_coef = nn.Parameter(log_ent_coef, requires_grad=learned)
 
     def make_encoders(self, spec, options):
@@ -370,7 +375,8 @@ class Policy(nn.Module):
 class Table:
     """Named columns of numbers: `table["reward"]` is a column, a numpy array of all rows.
 
-    All columns lie in one block of memory, which processes can share.
+    All columns lie in one block of memory, which processes can share: `share` it before you send
+    the table to one.
     """
 
     def __init__(self, num_rows, columns):
@@ -547,11 +553,14 @@ class Environment:
         """Make the environment, and answer with its first observation.
 
         If it takes the place of one that crashed, this answer also completes the step in flight.
-        That step is lost, unless it is in the row and has ended its episode.
+        That step is lost, even if its answer is in the row already: its episode cannot continue.
+        Only a step that has ended its episode is kept. (At the very first start there is no step,
+        and nobody reads what `lose_step` writes.)
         """
         io = self.io
         e = self.number
-        if io["lost"][e] or not (io["terminated"][e] or io["truncated"][e]):
+        ended = io["terminated"][e] or io["truncated"][e]
+        if io["lost"][e] or not ended:
             lose_step(io, e)
         self.env = make_env(self.options, self.split, self.number)
         self.reset()
@@ -561,8 +570,8 @@ class Environment:
         io = self.io
         e = self.number
         io["episode"][e] += 1
-        # the split is a part of it, so that training and validation never share one
-        numbers = self.split == "val", self.options.seed, e, io["episode"][e]
+        # first 0 for training, 1 for validation, so that they never share a seed
+        numbers = int(self.split == "val"), self.options.seed, e, io["episode"][e]
         observation, _ = self.env.reset(seed=derive_seed(*numbers))
         self.length = 0
         self.total_reward = 0.0
@@ -583,7 +592,8 @@ class Environment:
         self.length += 1  # before the step: if that raises, the error names the right step
         observation, reward, terminated, truncated, info = self.env.step(action)
         self.total_reward += float(reward)
-        io["reward"][e] = check_reward(reward)
+        io["reward"][e] = reward
+        check_reward(io["reward"][e])
         io["terminated"][e] = terminated
         io["truncated"][e] = truncated and not terminated
         io["first"][e] = False
@@ -694,7 +704,8 @@ class Workers:
             send_numbers(command, env_B[worker_B == worker].tolist())
 
     def receive(self, timeout_sec):
-        """Numbers of the environments that have answered; [] if none does within this time."""
+        """Numbers of the environments that have answered; [] if none does within this time. A
+        worker that is replaced may have sent answers before, so these are added."""
         answered = self.read(timeout_sec)
         return answered + self.supervisor.replace_failed(self, answered)
 
@@ -785,9 +796,9 @@ class Collector:
         """Dynamic batching (VER section 2.1): take all environments that have answered, at least
         one, in order of arrival.
 
-        At most `room` of them are taken; the steps of the others stay in flight. `sync` waits for
-        every environment. Takes none if too few answer within 50 ms, so that a caller can ask
-        whether to go on waiting.
+        At most `room` of them are taken; the steps of the others stay in flight. `sync` needs an
+        answer of every environment. If there are too few answers, waits for more, but for 50 ms at
+        most; if there are still too few, takes none, and the caller can ask again.
         """
         needed = self.options.num_envs if self.options.sampler == "sync" else 1
         began_at = time.perf_counter()
@@ -1032,14 +1043,15 @@ def pack(sequences):
 
 
 # -------------------------------------------------------------------------------------------- PPO
+# `average(tensors)` averages tensors over all processes that learn together, in place. For a single
+# process it does nothing.
 
 NEWEST_SHARE = 0.05  # of the newest rollout in the mean square of returns
 
 
 @torch.no_grad()
 def update_value_scale(critic, rollout, average):
-    """Move the critic's scale towards the size of this rollout's returns. `average`: as in
-    `ppo_update`.
+    """Move the critic's scale towards the size of this rollout's returns.
 
     The scale is the running root mean square of the returns. So rewards of any size are learned
     equally well, as if they were normalized (Engstrom et al. 2020). All that is stored and logged
@@ -1047,14 +1059,15 @@ def update_value_scale(critic, rollout, average):
     conversion. One outlier can at most double the scale.
     """
     returns_S = rollout.complete["returns"].astype(float)
-    moment = torch.tensor([(returns_S**2).mean()], dtype=torch.float64)
-    average([moment])
-    newest = moment.item()
+    newest = torch.tensor([(returns_S**2).mean()], dtype=torch.float64)
+    average([newest])
     square = critic.scale.item() ** 2
-    if square > 0:
-        newest = min(square + NEWEST_SHARE * (newest - square), 4 * square)
-    if math.isfinite(newest):
-        critic.scale.fill_(math.sqrt(newest))
+    if square == 0:
+        square = newest.item()
+    else:
+        square = min(square + NEWEST_SHARE * (newest.item() - square), 4 * square)
+    if math.isfinite(square):
+        critic.scale.fill_(math.sqrt(square))
 
 
 def normalize_advantages(rollout, scale, options, average):
@@ -1130,8 +1143,8 @@ def run_sequences(policy, batch):
 
 
 def minibatch_step(policy, optimizer, batch, options, average):
-    """One optimizer step on one mini-batch; none if the gradient is not finite. `average`: as in
-    `ppo_update`. Returns what to log."""
+    """One optimizer step on one mini-batch; none if the gradient is not finite. Returns what to
+    log."""
     distribution, value_M, (features_MF, core_MH) = run_sequences(policy, batch)
     loss, logs = ppo_loss(distribution, value_M, batch, policy.log_ent_coef, options)
     auxiliary_loss = policy.auxiliary_loss(features_MF, core_MH, batch)
@@ -1155,10 +1168,8 @@ def minibatch_step(policy, optimizer, batch, options, average):
 
 def ppo_update(policy, optimizer, rollout, options, average=lambda tensors: None):
     """Learn from a rollout: --update-epochs passes over its steps, each in --num-minibatches
-    mini-batches, made of the sequences in a new random order. Returns the means of what to log.
-
-    `average` averages tensors over all processes that learn together, in place; for a single one,
-    it does nothing. Raises FloatingPointError if no mini-batch has a finite gradient.
+    mini-batches, made of the sequences in a new random order. Returns the means of what to log
+    (`mean_logs`, which raises FloatingPointError if no mini-batch has a finite gradient).
     """
     update_value_scale(policy.critic, rollout, average)
     scale = max(policy.critic.scale.item(), 1e-8)  # before the first reward, any unit will do
@@ -1186,7 +1197,7 @@ class Run:
         rollouts           the iterator over rollouts, here `rollouts_in_turn`
         collector_class    the class that collects
         enough             whether a rollout ends early
-        collect            the next rollout
+        next_rollout       takes it from the iterator
         advantages         what each step was worth; returns the steps to learn from
         average            averages tensors over all processes that learn together; alone, nothing
         update             the policy learns
@@ -1200,7 +1211,7 @@ class Run:
     # by how many updates the policy that acts may be older than the one that learns (a step in
     # flight may be older still)
     max_lag = 0
-    saved_after = Exception  # after these exceptions, a checkpoint is written
+    exceptions_that_save = Exception  # after which a checkpoint is written
     folder = None
 
     def __init__(self, options):
@@ -1214,8 +1225,7 @@ class Run:
         self.recent = deque(maxlen=100)  # episode_stats of the last episodes
         self.stopwatch = Stopwatch()
         self.signal = None
-        # how many of the next updates one thread makes, because other programs need the cores
-        self.single_thread_updates = 0
+        self.threads = LearnerThreads(self.options)
         self.optimizer = self.make_optimizer()
         self.learning_rates = [group["lr"] for group in self.optimizer.param_groups]
         self.restore()
@@ -1247,11 +1257,11 @@ class Run:
         torch.manual_seed(derive_seed(SEED_OF_LEARNER, self.options.seed, self.step))
         with contextlib.closing(self.rollouts()) as source, caught_signals(self.note_signal):
             try:
-                yield source
+                yield source  # here the body of the `with` in `train` runs
                 if self.signal:  # it came in the last update
                     raise Interrupted(self.signal)
                 self.save()
-            except self.saved_after:
+            except self.exceptions_that_save:
                 self.save()
                 if self.step:
                     how = f"continue with: --resume {self.folder.path}"
@@ -1274,12 +1284,12 @@ class Run:
         return rollouts_in_turn(self)
 
     def enough(self, rows=0):
-        """Whether a rollout of so many rows ends early: after a signal. This is asked all the time,
-        so it moves the progress bar, too."""
+        """Whether a rollout of so many rows ends early: after a signal. As this is asked in every
+        pass of `collect`, it also moves the progress bar."""
         self.folder.progress(self.step + rows)
         return self.signal is not None
 
-    def collect(self, source):
+    def next_rollout(self, source):
         """The next rollout. Raises Interrupted after a signal, which may leave it empty."""
         rollout = next(source)
         if self.signal:
@@ -1288,18 +1298,13 @@ class Run:
 
     @contextlib.contextmanager
     def learning(self):
-        """Around the learning of one update: set the number of threads (see `learner_threads`), and
-        yield a dictionary for logs, to which the time is added at the end."""
+        """Around the learning of one update: set the number of threads, and yield a dictionary for
+        logs, to which the time is added at the end."""
         began_at = time.perf_counter()
-        delay_before_sec = run_delay_sec()
-        torch.set_num_threads(learner_threads(self.options, self.single_thread_updates))
         logs = {}
-        yield logs
+        with self.threads.chosen():
+            yield logs
         logs["time/learning_sec"] = time.perf_counter() - began_at
-        waited_sec = run_delay_sec() - delay_before_sec
-        self.single_thread_updates = max(0, self.single_thread_updates - 1)
-        if waited_sec > 0.1 * logs["time/learning_sec"]:
-            self.single_thread_updates = CROWDED_UPDATES
 
     def advantages(self, rollout):
         """Compute what each step was worth. Returns the steps to learn from."""
@@ -1386,7 +1391,7 @@ class Run:
 
 CHEAP_STEP_SEC = 50e-6  # faster steps are not worth the two messages to another process
 INFERENCE_SEC = 150e-6  # what one step costs the process that collects, about
-TRIAL = 2**60  # number of the episode before that of `describe_env`: no run gets that far
+TRIAL = 2**60  # `describe_env` counts episodes from here: no run gets that far
 MAX_WORKERS = 128
 
 
@@ -1464,7 +1469,9 @@ def count_choices(space):
     """
     if isinstance(space, gym.spaces.Discrete):
         return [int(space.n)]
-    return getattr(space, "nvec", np.zeros(0, int)).ravel().tolist()
+    if isinstance(space, gym.spaces.MultiDiscrete):
+        return space.nvec.ravel().tolist()
+    return []
 
 
 def flatten(tree, name=""):
@@ -1594,7 +1601,8 @@ def time_steps(trial):
             steps += 1
     ended = np.array([time.perf_counter(), time.process_time(), run_delay_sec()])
     step_sec, cpu_sec, delay_sec = (ended - began) / max(1, steps)
-    return float(max(step_sec - delay_sec, min(cpu_sec, step_sec))), float(cpu_sec)
+    undisturbed_sec = max(step_sec - delay_sec, min(cpu_sec, step_sec))  # the CPU time, at least
+    return float(undisturbed_sec), float(cpu_sec)
 
 
 def count_cores():
@@ -1859,14 +1867,14 @@ def process_context():
 
 
 def lead_group():
-    """Give this process a group of its own, to which belongs what its simulators start. If the
-    process that started it is gone, and it does not end by itself (a simulator hangs), the group is
+    """Give this process a group of its own, which holds all that its simulators start. If the main
+    process is gone, and this process does not end by itself (a simulator hangs), the group is
     killed.
 
     Simulators may use multiprocessing. Signals are caught, not ignored as by the fork server:
     programs that a simulator starts inherit what is ignored, but not what is caught.
     """
-    multiprocessing.current_process().daemon = False
+    multiprocessing.current_process().daemon = False  # daemons may not have children
     for number in SIGNALS:
         signal.signal(number, lambda number, frame: None)
 
@@ -1933,10 +1941,9 @@ def lose_step(io, e):
 
 
 def check_reward(reward):
-    """The reward. Raises BadAnswer if it is not finite."""
+    """Raise BadAnswer if a reward, as the table has kept it, is not finite."""
     if not math.isfinite(reward):
         raise BadAnswer(f"reward is {reward}")
-    return reward
 
 
 def check_shapes(leaves, spec):
@@ -2052,7 +2059,7 @@ class Supervisor:
         self.timeout_sec = options.env_timeout
         self.restarts = Restarts(options)
         self.looked_at = time.monotonic()
-        # of workers that owe an answer: since when no environment of theirs has answered
+        # of workers that owe an answer: seconds without one
         self.silent_sec_W = np.zeros(num_workers)
 
     def replace_failed(self, workers, answered):
@@ -2077,7 +2084,7 @@ class Supervisor:
                 who = f"worker {worker} (environments {mine.tolist()})"
                 reason = f"{who} died with exit code {process.exitcode}"
                 if process.exitcode == BAD_ANSWER_STATUS:
-                    raise BadAnswer(f"{reason}: the answer above is none")
+                    raise BadAnswer(f"{reason}: the answer above is not allowed")
                 more += self.replace(workers, worker, mine, reason)
             elif self.silent_sec_W[worker] > self.timeout_sec:
                 who = f"environments {owed.tolist()}"
@@ -2536,7 +2543,7 @@ class RunFolder:
 
 # ------------------------------------------------------------------------------------------ Speed
 # Adds what makes learning on a CPU faster, measured. The lesson calls `lstm_step`,
-# `lstm_sequences`, `learner_threads`, `run_delay_sec`, `CROWDED_UPDATES` and `set_up_memory`.
+# `lstm_sequences`, `LearnerThreads` and `set_up_memory`.
 
 CROWDED_UPDATES = 10
 
@@ -2568,7 +2575,7 @@ def lstm_sequences(lstm, packed, memory):
     return pack_padded_sequence(out, length_Q).data
 
 
-def learner_threads(options, crowded):
+class LearnerThreads:
     """How many threads learn: one for each core, at most 4.
 
     Threads wait for each other many times in an update, so one that has lost its core to another
@@ -2578,9 +2585,25 @@ def learner_threads(options, crowded):
     GOMP_SPINCOUNT=1000 keeps a thread that waits for another from spinning for long. Otherwise the
     first such update could take minutes.
     """
-    if options.learner_threads != "auto":
-        return options.learner_threads
-    return 1 if crowded else min(4, count_cores())
+
+    def __init__(self, options):
+        self.options = options
+        self.single = 0  # how many of the next updates one thread makes
+
+    @contextlib.contextmanager
+    def chosen(self):
+        """Around an update: set the number of threads, and see whether they had their cores."""
+        threads = self.options.learner_threads
+        if threads == "auto":
+            threads = 1 if self.single else min(4, count_cores())
+        torch.set_num_threads(threads)
+        began_at = time.perf_counter()
+        delay_before_sec = run_delay_sec()
+        yield
+        waited_sec = run_delay_sec() - delay_before_sec
+        self.single = max(0, self.single - 1)
+        if waited_sec > 0.1 * (time.perf_counter() - began_at):
+            self.single = CROWDED_UPDATES
 
 
 def run_delay_sec():
@@ -2826,22 +2849,34 @@ def check_foreign(text, name):
         raise UserError(f"{option} {text!a} comes from a file, and is no {kind}: {advice}")
 
 
+def unchecked(kind):
+    """The same options, without a check of their values: they are completed by those of a file."""
+    own = {"__post_init__": lambda self: None}
+    return dataclass(frozen=True)(type(kind.__name__, (kind,), own))
+
+
 def parse_options(argv, kind=Options):
     """Options from the command line; with --resume or --checkpoint (a run folder or its checkpoint
     file), those of that run where none is given here. Raises UserError."""
-    given = tyro.cli(kind, args=argv)
+    if not any(word.startswith(("--resume", "--checkpoint")) for word in argv):
+        return tyro.cli(kind, args=argv)
+    given = tyro.cli(unchecked(kind), args=argv)
     if not (given.checkpoint or given.resume):
-        return given
+        return kind(**asdict(given))
     path = Path(given.checkpoint or given.resume)
     if path.is_dir():
         path = path / "checkpoint.pt"
+    if given.resume and path.name != "checkpoint.pt":
+        raise UserError(f"--resume {given.resume}: give a run folder")
     place = {"checkpoint": str(path)} if given.checkpoint else {"resume": str(path.parent)}
     saved = load_checkpoint(path)["options"]
     names = {field.name for field in fields(kind)} - {"device", "resume", "checkpoint"}
     saved = {name: value for name, value in saved.items() if name in names}
     options = replace(tyro.cli(kind, args=argv, default=kind(**saved)), **place)
-    doors = {name: np.atleast_1d(getattr(options, name)).tolist() for name in DOORS}
-    print(f"{path} names code that is imported: {ascii(sum(doors.values(), []))[1:-1]}")
+    doors = {name: getattr(options, name) for name in DOORS}
+    doors = {name: [text] if isinstance(text, str) else list(text) for name, text in doors.items()}
+    named = [text for texts in doors.values() for text in texts]
+    print(f"{path} names code that is imported: {ascii(named)[1:-1]}")
     for name, texts in doors.items():
         if getattr(options, name) != getattr(given, name):  # it comes from the file
             for text in texts:

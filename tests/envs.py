@@ -176,6 +176,17 @@ class Wide(ver_ppo.Policy):
         return WideCore(in_features, options.hidden_size, self.times)
 
 
+class Normed(ver_ppo.Policy):
+    """A policy with buffers of several types: those of a batch normalization, before the heads."""
+
+    def __init__(self, spec, options):
+        super().__init__(spec, options)
+        self.normalize = torch.nn.BatchNorm1d(options.hidden_size)
+
+    def heads(self, core_BH):
+        return super().heads(self.normalize(core_BH))
+
+
 class Greedy(ver_ppo.Policy):
     """Takes more memory than there is when it has learned for a while."""
 

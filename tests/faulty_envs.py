@@ -70,6 +70,29 @@ class Faulty(Count):
         return observation, reward, *rest
 
 
+class Mayfly(Count):
+    """Lives for one episode of three steps, with rewards 1, 2, 13, which ends as `ending` says. The
+    reset after it fails in the way that `fault` names."""
+
+    def __init__(self, ending, fault, render_mode=None):
+        super().__init__(limit=3)
+        self.ending = ending
+        self.fault = fault
+        self.steps = 0
+
+    def reset(self, *, seed=None, options=None):
+        if self.steps == self.limit:
+            DEADLY[self.fault]()
+        return super().reset(seed=seed)
+
+    def step(self, action):
+        observation, _, _, ended, info = super().step(action)
+        reward = self.steps + 10 * ended
+        terminated = ended and self.ending == "terminated"
+        truncated = ended and self.ending == "truncated"
+        return observation, reward, terminated, truncated, info
+
+
 class Parent(Faulty):
     """Starts a child process with its second step, which it never ends: `close` says that it was
     called, and hangs. Misbehaves as Faulty."""
@@ -259,6 +282,12 @@ for name in ("Broken", "Numbered", "Stuck", "Unusable"):
 for fault in ("raise", "exit", "reward"):
     gym.register(
         f"Parent-{fault}-v0", f"{__name__}:Parent", kwargs={"fault": fault, "options": None}
+    )
+for ending, fault in itertools.product(("terminated", "truncated"), ("raise", "kill")):
+    gym.register(
+        f"Mayfly-{ending}-{fault}-v0",
+        f"{__name__}:Mayfly",
+        kwargs={"ending": ending, "fault": fault},
     )
 for fault in (*DEADLY, *RUBBISH):
     gym.register(f"Faulty-{fault}-v0", f"{__name__}:Faulty", kwargs={"fault": fault})

@@ -1,6 +1,7 @@
 """Collecting, carry-over and dynamic batching: the shipped code under a virtual clock."""
 
 import copy
+import pickle
 
 import numpy as np
 import pytest
@@ -86,9 +87,8 @@ def test_carry_over():
     names = (
         "env segment version first prev_action action log_prob value inference_at sent_at".split()
     )
-    in_flight = {name: c.pending[name][2].copy() for name in names} | {
-        "state": c.pending.state[2].clone()
-    }
+    in_flight = {name: c.pending[name][2].copy() for name in names}
+    state = c.pending.state[2].clone()
     with torch.no_grad():
         policy.critic.bias += 1.0  # the update
     c.version = 1
@@ -96,7 +96,9 @@ def test_carry_over():
     (step,) = np.flatnonzero(rollout["env"] == 2)
     for name, before in in_flight.items():
         np.testing.assert_array_equal(rollout[name][step], before, err_msg=name)
-    assert rollout["version"][step] == 0 and rollout["reward"][step] == pytest.approx(reward_of(2, 0))
+    assert torch.equal(rollout.state[step], state)
+    assert rollout["version"][step] == 0
+    assert rollout["reward"][step] == pytest.approx(reward_of(2, 0))
     assert (np.delete(rollout["version"], step) == 1).all()
     assert (rollout["sent_at"] < rollout.clock[0]).sum() == 1
 
@@ -172,11 +174,11 @@ def test_truncation_and_bootstrap_values(sampler):
 
 
 def test_dynamic_batch():
-    """A batch is all that have answered, in order of arrival, but no more than the rollout lacks;
-    who waits is told that it is enough."""
+    """A batch is all that have answered, in order of arrival, but no more than the rollout lacks.
+    Nobody waits for another answer after `enough` has said that the rollout ends."""
     arrivals = [1.0, 1.0, 1.0, 2.0, 5.0]
     workers = VirtualWorkers(5, lambda e, step: 1.0, start_sec=lambda e: arrivals[e])
-    _, _, c = build(workers, 5, 4)
+    _, rollout, c = build(workers, 5, 4)
     assert c.await_answers(2).tolist() == [0, 1]  # as many as the rollout lacks
     # nobody waits for environment 3
     assert c.await_answers(5).tolist() == [2] and workers.now == 1.0
@@ -184,10 +186,72 @@ def test_dynamic_batch():
     c.answered += [2, 0, 1]
     assert c.await_answers(1).tolist() == [2]
     assert c.await_answers(5).tolist() == [0, 1]
-    c.enough = lambda *_: True
-    assert c.await_answers(5).tolist() == [] and workers.now == 2.0
-    c.enough = lambda *_: False
-    assert c.await_answers(5).tolist() == [4]
+    c.enough = lambda rows: True
+    c.collect(rollout)
+    assert rollout.rows == 0 and workers.now == 2.0 and c.waited_sec == 0.0
+    c.enough = lambda rows: False
+    assert c.await_answers(5).tolist() == [4] and workers.now == 5.0
+
+
+def test_sync_waits_for_all():
+    """With `sync`, a batch is all environments. While too few have answered, none is taken, and
+    `enough` is asked again."""
+    arrivals = [1.0, 1.0, 1.0, 2.0, 5.0]
+    workers = VirtualWorkers(5, lambda e, step: 1.0, start_sec=lambda e: arrivals[e])
+    _, rollout, c = build(workers, 5, 4, sampler="sync")
+    asked = []  # when, and at how many steps
+    c.enough = lambda rows: asked.append((workers.now, rows))
+    c.collect(rollout)
+    waiting = [(0.0, 0), (1.0, 0), (2.0, 0), (5.0, 0)]
+    assert asked == [*waiting, (6.0, 5), (7.0, 10), (8.0, 15)]
+    assert workers.now == 9.0 and rollout.rows == rollout.capacity
+
+
+HAND_OVERS = [  # environments that have answered, environments, seconds, whether they are sent
+    (1, 1, 0.0019, False),
+    (1, 1, 0.0021, True),
+    (2, 2, 0.002, False),  # more than 2 ms
+    (1, 2, 0.0021, True),
+    (1, 3, 0.0021, False),
+    (2, 3, 0.0021, True),
+    (49, 100, 0.9, False),
+    (50, 100, 0.0021, True),
+    (100, 100, 0.0, False),
+    (1, 100, 1.0, False),  # more than a second
+    (1, 100, 1.001, True),
+]
+
+
+@pytest.mark.parametrize("num_answered, num_environments, sec, due", HAND_OVERS)
+def test_is_due(num_answered, num_environments, sec, due):
+    """A worker sends its answers after 2 ms if they are half of its environments' or more, and
+    after a second whatever their number."""
+    assert ver_ppo.is_due(num_answered, num_environments, sec) is due
+
+
+def copy_by_pickle(table):
+    """What arrives at the other end of a pipe."""
+    return pickle.loads(pickle.dumps(table))
+
+
+@pytest.mark.parametrize("copy_of", [copy.deepcopy, copy_by_pickle])
+def test_copies_of_tables(copy_of):
+    """The copy of a table holds the same numbers, and no part of it is the table's own memory."""
+    _, rollout, c = build(VirtualWorkers(3, lambda e, step: 1.0), 3, 4)
+    c.collect(rollout)
+    other = copy_of(rollout)
+    assert other.records.tobytes() == rollout.records.tobytes()
+    assert torch.equal(other.obs["obs"], rollout.obs["obs"])
+    assert (other.rows, other.clock) == (rollout.rows, rollout.clock)
+    assert not np.shares_memory(other.records, rollout.records)
+    rollout["reward"][:] = 5.0
+    rollout.obs["obs"].fill_(5.0)
+    assert not (other["reward"] == 5.0).any() and not (other.obs["obs"] == 5.0).any()
+    other["reward"][:] = 7.0  # its columns are views of its own memory
+    assert (other.records["reward"] == 7.0).all() and (rollout["reward"] == 5.0).all()
+    assert other.memory.numpy().tobytes() == other.records.tobytes()
+    assert np.shares_memory(other.memory.numpy(), other.records)
+    assert np.shares_memory(other["reward"], other.records)
 
 
 def steps_of(rollout, e):

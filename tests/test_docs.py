@@ -154,17 +154,28 @@ def test_style():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def defined(source):
+    """The names of the functions, classes and constants of a piece of code."""
+    names = set()
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Assign):
+            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        elif hasattr(node, "name"):
+            names.add(node.name)
+    return names
+
+
 def test_lesson():
-    """Its end is marked. Of what stands below it, it uses what the sections there say that it
-    calls, and no name of an extension."""
+    """Its end is marked. Of what stands in each section below it, it uses what that section says
+    that it calls, and no name of an extension."""
     lesson, rest = SOURCE.split("\n# End of the lesson\n")
-    below = {node.name for node in ast.parse(rest).body if hasattr(node, "name")}
     used = {node.id for node in ast.walk(ast.parse(lesson)) if isinstance(node, ast.Name)}
-    sections = re.findall(r"^# -{10,} (.*)\n((?:# .*\n)+)", rest, re.M)
-    said = set()
-    for _, comment in sections:
-        said |= set(re.findall(r"`(\w+)`", comment.split("The lesson calls")[-1].split(";")[0]))
-    assert len(sections) >= 6
-    assert used & below == said
+    before, *sections = re.split(r"^# -{10,} (.*)\n((?:# .*\n)+)", rest, flags=re.M)
+    assert not before.strip() and len(sections) >= 3 * 6
+    for title, comment, code in zip(sections[::3], sections[1::3], sections[2::3]):
+        _, calls = comment.replace("\n# ", " ").split("The lesson calls ")
+        said = re.findall(r"`(\w+)`", calls)
+        assert set(said) == used & defined(code), title
+        assert len(set(said)) == len(said), title
     theirs = {name for module in EXTENSIONS for name in vars(module)} - set(vars(ver_ppo))
     assert not used & {name for name in theirs if name[0].isupper()}

@@ -3,6 +3,7 @@
 import contextlib
 import heapq
 import math
+import time
 
 import gymnasium as gym
 import numpy as np
@@ -181,9 +182,11 @@ def test_spaces_are_flattened(capsys):
     expected = "arm camera/grey camera/rgb first hand/0 hand/1 room switches"
     assert sorted(spec.observations) == expected.split()
     io = ver_ppo.EnvIO(spec, 4)
-    assert io["obs"]["camera/rgb"].dtype == np.uint8 and io["obs"]["camera/rgb"].shape == (4, 24, 20, 3)
-    assert io["obs"]["arm"].dtype == np.float32 and io["obs"]["room"].dtype == io["action"].dtype == np.int64
-    assert io["obs"]["hand/0"].dtype == np.int64 and io["obs"]["hand/0"].shape == (4, 2, 2)
+    obs = io["obs"]
+    assert obs["camera/rgb"].dtype == np.uint8 and obs["camera/rgb"].shape == (4, 24, 20, 3)
+    assert obs["arm"].dtype == np.float32
+    assert obs["room"].dtype == io["action"].dtype == np.int64
+    assert obs["hand/0"].dtype == np.int64 and obs["hand/0"].shape == (4, 2, 2)
     assert spec.choices == [3, 2, 4] and spec.action_dims == 3 and io["action"].shape == (4, 3)
     images = {key for key, space in spec.observations.items() if ver_ppo.image_layout(space)}
     assert images == {"camera/grey", "camera/rgb", "first"}
@@ -283,25 +286,108 @@ def test_the_simulator_is_said_once(monkeypatch, capsys, where):
 
 @pytest.mark.parametrize("env_id", ["tests.envs:Count-v0", "tests.envs:Autoreset-v0"])
 def test_resets(env_id):
-    """The start is a truncated step (a placeholder). At a truncation the final observation is kept
-    apart and the row holds the next episode's first; an autoreset wrapper changes nothing."""
+    """The start is a lost step (a placeholder), also for the first time. At a truncation the final
+    observation is kept apart and the row holds the next episode's first; an autoreset wrapper
+    changes nothing."""
     environment, io = make_environment(env_id)
     environment.answer()
     assert io["first"][0]
-    assert io["truncated"][0]
+    assert io["truncated"][0] and io["lost"][0] and not io["terminated"][0]
     assert io["reward"][0] == 0 == io["step_sec"][0]
     assert io["episode"][0] == 1
-    assert io["obs"]["obs"][0, 0] == 0 and np.isnan(io["episode_stats"][0]).all()
+    assert io["obs"]["obs"][0, 0] == 0
     offset, io["action"][0] = io["obs"]["obs"][0, 1].item(), 2
     for step in range(1, 15):
         environment.answer()
         ended = step % 7 == 0
         assert io["truncated"][0] == ended == io["first"][0] and not io["terminated"][0]
-        assert io["obs"]["obs"][0, 0].item() == pytest.approx(step % 7 / 10) and io["step_sec"][0] > 0
+        assert not io["lost"][0]
+        assert io["obs"]["obs"][0, 0].item() == pytest.approx(step % 7 / 10)
+        assert io["step_sec"][0] > 0
         if step == 7:
             assert io["final_obs"]["obs"][0].tolist() == [pytest.approx(0.7), pytest.approx(offset)]
-            assert io["episode_stats"][0].tolist() == [pytest.approx(0.7), 7] and io["episode"][0] == 2
+            assert io["episode_stats"][0].tolist() == [pytest.approx(0.7), 7]
+            assert io["episode"][0] == 2
             assert io["obs"]["obs"][0, 1].item() != offset  # another seed
+
+
+def crash(*_, **__):
+    raise RuntimeError("the simulator has crashed")
+
+
+@pytest.mark.parametrize("steps", [0, 3, 7, 10])
+def test_lost_steps(steps):
+    """A crash in a step loses the step, also if it is an episode's first. The answer of the
+    environment that takes its place completes it: without a reward, truncated at the observation
+    before it."""
+    environment, io = make_environment("tests.envs:Count-v0")
+    environment.answer()
+    row = io.records[0]
+    row["action"] = 2
+    for _ in range(steps):
+        environment.answer()
+    episode, step = 1 + steps // 7, 1 + steps % 7
+    shown = row["obs"].copy()
+    stats = row["episode_stats"].copy()
+    row["lost"] = True  # `Collector.act` has sent an action
+    environment.env.unwrapped.step = crash
+    where = f"environment 0, episode {episode}, step {step}:"
+    with pytest.raises(ver_ppo.EnvironmentFailure, match=f"(?s){where}.*has crashed"):
+        environment.answer()
+    environment.close()
+    began_at = time.perf_counter()
+    environment.answer()
+    assert row["lost"] and row["truncated"] and not row["terminated"]
+    assert row["reward"] == 0 == row["step_sec"] and row["final_obs"] == shown
+    assert began_at <= row["began_at"] <= time.perf_counter()
+    assert row["first"] and row["episode"] == episode + 1
+    assert row["obs"]["obs"][0] == 0 and row["obs"] != shown  # another seed
+    assert (row["episode_stats"] == stats).all()  # that episode is not counted
+    environment.answer()
+    assert not row["lost"] and not row["first"] and row["reward"] == pytest.approx(0.1)
+
+
+def test_a_crash_in_a_reset_loses_nothing():
+    """If the reset after an episode raises, the answer of the environment that takes its place has
+    the finished step's own reward, end, final observation and numbers."""
+    environment, io = make_environment("tests.envs:Count-v0")
+    environment.answer()
+    row = io.records[0]
+    row["action"] = 2
+    for _ in range(6):
+        environment.answer()
+    offset = row["obs"]["obs"][1].item()
+    row["lost"] = True  # `Collector.act` has sent an action
+    environment.env.unwrapped.reset = crash
+    with pytest.raises(ver_ppo.EnvironmentFailure, match="episode 2, step 7"):
+        environment.answer()
+    environment.close()
+    environment.answer()
+    assert row["truncated"] and not row["terminated"] and not row["lost"]
+    assert row["reward"] == pytest.approx(0.1) and row["step_sec"] > 0
+    assert row["final_obs"]["obs"].tolist() == [pytest.approx(0.7), offset]
+    assert row["episode_stats"].tolist() == [pytest.approx(0.7), 7]
+    assert row["first"] and row["episode"] == 3 and row["obs"]["obs"][1] != offset
+
+
+@pytest.mark.parametrize("sent", [True, False])
+def test_a_step_that_was_not_told(sent):
+    """A worker may die after a step is in its row, but before it has sent the row's number. The
+    episode cannot continue. So the answer of the environment that takes its place truncates the
+    step, at the observation in the row. The same happens to the next action if the worker dies
+    between two steps."""
+    environment, io = make_environment("tests.envs:Count-v0")
+    row = io.records[0]
+    row["action"] = 2
+    for _ in range(4):  # the start, and three steps
+        environment.answer()
+    assert row["obs"]["obs"][0] == pytest.approx(0.3) and not row["lost"]
+    shown = row["obs"].copy()
+    environment.close()
+    row["lost"] = sent
+    environment.answer()
+    assert row["lost"] and row["truncated"] and not row["terminated"] and row["reward"] == 0
+    assert row["final_obs"] == shown and row["first"] and row["episode"] == 2
 
 
 LATENCY = "notebooks.extensions.wrappers:Latency"

@@ -333,7 +333,9 @@ def test_critic():
     same values."""
     policy, rollout, _, batch = example_policy("own_critic", "OwnCritic")
     distribution, value_M, _ = ver_ppo.run_sequences(policy, batch)
-    np.testing.assert_allclose(value_M.detach(), rollout["value"][batch["row"]], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        value_M.detach(), rollout["value"][batch["row"]], rtol=1e-4, atol=1e-5
+    )
     both = {name: weight for name, weight in policy.named_parameters() if weight.requires_grad}
     values = torch.autograd.grad(
         value_M.square().sum(), both.values(), retain_graph=True, allow_unused=True

@@ -7,11 +7,13 @@ import itertools
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from multiprocessing import forkserver
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,15 +43,24 @@ from tests.helpers import (
 )
 from tests.soaking import soak
 
+ENDINGS = "terminated", "truncated"
+
 
 class Mortal(gym.Env):
-    """Raises in one step of twelve. The rewards that it gives are different numbers, noted in
-    `given`."""
+    """Raises in one step of twelve, and in one reset of four after the end of an episode. The
+    rewards that it gives are different numbers, noted in `given`; the returns and lengths of its
+    episodes are noted in `ended`."""
 
-    rng, given = np.random.default_rng(0), []
+    rng = np.random.default_rng(0)
+    given = []
+    ended = []
+    rewards = None  # of this episode
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
+        if self.rewards is not None and self.rng.random() < 1 / 4:
+            raise RuntimeError("the simulator cannot wash its brushes")
+        self.rewards = []
         return self.observe(), {}
 
     def observe(self):
@@ -59,71 +70,94 @@ class Mortal(gym.Env):
         if self.rng.random() < 1 / 12:
             raise RuntimeError("the simulator is out of paint")
         self.given.append(len(self.given) + 1)
-        return self.observe(), self.given[-1], self.rng.random() < 0.1, False, {}
+        self.rewards.append(self.given[-1])
+        terminated = self.rng.random() < 0.1
+        if terminated:
+            self.ended.append([sum(self.rewards), len(self.rewards)])
+        return self.observe(), self.given[-1], terminated, False, {}
 
 
 class MortalWorkers(VirtualWorkers):
-    """The shipped environments under the virtual clock; one that raises is started again."""
+    """The shipped environments under the virtual clock; one that raises is started again. Counts
+    the crashes in steps and in resets."""
 
     def __init__(self, num_envs, duration):
         super().__init__(num_envs, duration)
-        options, self.restarts = ver_ppo.Options(), 0
-        rest = options, "train", SPEC, self.io
+        self.crashes = Counter()
+        rest = ver_ppo.Options(), "train", SPEC, self.io
         self.environments = [ver_ppo.Environment(e, *rest) for e in range(num_envs)]
 
     def answer(self, e):
         self.steps_N[e] += 1
         try:
             self.environments[e].answer()
-        except ver_ppo.EnvironmentFailure:
-            self.restarts, self.environments[e].env = self.restarts + 1, None
+        except ver_ppo.EnvironmentFailure as error:
+            self.crashes["step" if "out of paint" in str(error) else "reset"] += 1
+            self.environments[e].env = None
             self.environments[e].answer()
 
 
 @pytest.mark.parametrize("sampler", ["ver", "nover", "sync", "async"])
 @pytest.mark.parametrize("seed", range(3))
 def test_made_up_steps(monkeypatch, sampler, seed):
-    """Whatever fails when: every step that was answered is learned from once; each restart adds one
-    step, truncated, whose reward is the discounted value of what was seen last; all invariants
-    hold."""
+    """Whatever fails when: every step that was answered is learned from once, with its reward and
+    its episode's numbers, also if the reset after it fails. Each crash in a step adds one step,
+    truncated, whose reward is the discounted value of what was seen last. All invariants hold."""
     monkeypatch.setattr(Mortal, "rng", np.random.default_rng(seed))
     monkeypatch.setattr(Mortal, "given", [])
+    monkeypatch.setattr(Mortal, "ended", [])
     monkeypatch.setattr(ver_ppo, "make_env", lambda *args: Mortal())
     durations = Mortal.rng.uniform(0.2, 4.0, 64)
     workers = MortalWorkers(4, lambda e, step: durations[(11 * e + step) % 64])
     policy, rollout, c = build(workers, 4, 12, sampler=sampler)
-    learned, made_up = [], 0
+    learned = []
+    episodes = []
+    made_up = 0
+    made_up_first = 0
     for c.version in range(12):
         c.collect(rollout)
         ver_ppo.check_rollout(rollout, c.version, lag=12 * (sampler == "async"))
-        is_made_up = rollout["step_sec"] == 0.0
-        learned += rollout["reward"][~is_made_up].tolist()
-        made_up += is_made_up.sum()
-        for step in np.flatnonzero(is_made_up):
+        learned += rollout["reward"][~rollout["lost"]].tolist()
+        episodes += ver_ppo.finished_episodes(rollout)
+        made_up += rollout["lost"].sum()
+        made_up_first += (rollout["lost"] & rollout["first"]).sum()
+        for step in np.flatnonzero(rollout["lost"]):
             check_made_up_step(policy, rollout, step)
     # answered, but not taken, or of unfinished trajectories
     waiting = 4 if sampler != "async" else 4 + 4 * 12
     assert len(set(learned)) == len(learned) == 12 * 48 - made_up
     assert set(learned) <= set(Mortal.given)
     assert len(Mortal.given) - len(learned) <= waiting
-    assert workers.restarts - waiting <= made_up <= workers.restarts and made_up > 20
+    lost = workers.crashes["step"]
+    assert lost - waiting <= made_up <= lost and made_up > 20 and made_up_first > 0
+    ended = [tuple(numbers) for numbers in Mortal.ended]
+    episodes = [tuple(numbers) for numbers in episodes]
+    assert len(set(episodes)) == len(episodes) and set(episodes) <= set(ended)
+    assert len(ended) - len(episodes) <= waiting and workers.crashes["reset"] > 3
 
 
 @torch.no_grad()
 def check_made_up_step(policy, rollout, step):
     """It is the end of its episode, and worth what the policy expects when it sees the same once
-    more; where that begins an episode, nothing."""
-    obs = {"obs": torch.as_tensor(rollout.obs["obs"][[step]])}
+    more, also where that begins an episode."""
+    obs = {"obs": rollout.obs["obs"][[step]]}
     action = torch.as_tensor(rollout["action"][[step]])
-    before = (
-        torch.as_tensor(rollout[name][[step]])
-        for name in ("prev_action", "first", "state")
-    )
-    *_, state = policy.step(obs, *before)
+    before = [torch.as_tensor(rollout[name][[step]]) for name in ("prev_action", "first")]
+    *_, state = policy.step(obs, *before, rollout.state[[step]])
     value = policy.step(obs, action, torch.tensor([False]), state)[1].item()
-    expected = 0.0 if rollout["first"][step] else 0.99 * value
-    assert rollout["reward"][step] == pytest.approx(expected, abs=1e-6) and value != 0
-    assert rollout["done"][step] and np.isnan(rollout["episode_stats"][step]).all()
+    assert rollout["reward"][step] == pytest.approx(0.99 * value, abs=1e-6) and value != 0
+    assert rollout["done"][step]
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_an_evaluation_with_resets_that_fail(ending):
+    """Every episode counts, once."""
+    env_id = f"tests.faulty_envs:Mayfly-{ending}-raise-v0"
+    sizes = {"num_envs": 2, "num_workers": 0, "max_worker_restarts": 10, "eval_episodes": 6}
+    options = ver_ppo.Options(env_id=env_id, **sizes)
+    spec = ver_ppo.describe_env(options)
+    found = ver_ppo.play_episodes(ver_ppo.Policy(spec, options).eval(), spec, options)
+    assert found.tolist() == [[16, 3]] * 6
 
 
 @pytest.fixture(scope="module")
@@ -203,18 +237,149 @@ def test_answers_before_a_failure():
     assert ver_ppo.read_numbers(answers) == [2, 0]
 
 
+class Killed(BaseException):
+    """Stands for the end of the process."""
+
+
+def kill(*args):
+    """Ends the process, so to speak."""
+    raise Killed
+
+
+def alone(env_id, *env_kwargs):
+    """What one environment needs: a function that makes it, as another process would; a function
+    that sends it an action; and its row."""
+    options = ver_ppo.Options(env_id=env_id, env_kwargs=env_kwargs, num_envs=1)
+    spec = ver_ppo.describe_env(options)
+    io = ver_ppo.EnvIO(spec, 1)
+    policy = ver_ppo.Policy(spec, options).eval()
+    nobody = SimpleNamespace(send=lambda env_B: None)
+    c = ver_ppo.Collector(policy, nobody, io, spec, options)
+
+    def send():
+        with torch.inference_mode():
+            c.act(np.array([0]))
+
+    return lambda: ver_ppo.Environment(0, options, "train", spec, io), send, io.records[0]
+
+
+def in_the_middle(first):
+    """A function that makes an environment, and its row. Its first process was killed in the middle
+    of a step that ends the episode. The observation that was seen last is 3."""
+    make, send, row = alone("tests.envs:Count-v0", "limit=2")
+    environment = make()
+    environment.answer()
+    if not first:
+        send()
+        environment.answer()
+    row["obs"]["obs"] = 3.0
+    send()
+    environment.env.unwrapped.advance = lambda reward: (np.ones(2), 7.0, True, False, {})
+    environment.write = kill
+    with pytest.raises(Killed):
+        environment.answer()
+    return make, row
+
+
+def check_lost_step(row):
+    """It has no reward, is truncated at what was seen last, and the next episode has begun."""
+    assert not row["terminated"] and row["truncated"] and row["lost"]
+    assert row["reward"] == 0 and (row["final_obs"]["obs"] == 3).all()
+    assert row["first"] and row["obs"]["obs"][0] == 0
+
+
 @pytest.mark.parametrize("first", [False, True])
 def test_started_in_the_middle(first):
-    """What a killed process leaves in flight is truncated at what was seen last, but not where that
-    is seen by the next episode: there the step is a terminal one."""
-    options = ver_ppo.Options(env_id="tests.envs:Count-v0")
-    spec = ver_ppo.describe_env(options)
+    """What a killed process leaves in flight is truncated at what was seen last, also if that was
+    an episode's first observation, and whatever the process had already written."""
+    make, row = in_the_middle(first)
+    make().answer()
+    check_lost_step(row)
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_started_twice_in_the_middle(first):
+    """The same if the next process is killed, too, before it has sent its answer. Its episode was
+    never seen, so the step is not truncated at that episode's first observation."""
+    make, row = in_the_middle(first)
+    make().answer()
+    make().answer()
+    check_lost_step(row)
+
+
+def test_an_answer_that_was_not_sent():
+    """A process was killed when a step was in the row, but nobody had been told. Its episode would
+    go on. The step is lost, and truncated, because the next process begins another episode."""
+    make, send, row = alone("tests.envs:Count-v0")
+    environment = make()
+    environment.answer()
+    send()
+    environment.answer()
+    shown = row["obs"].copy()
+    make().answer()
+    assert row["lost"] and row["truncated"] and not row["terminated"] and row["reward"] == 0
+    assert row["final_obs"] == shown and row["first"] and row["obs"] != shown
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_reset_that_raises(ending):
+    """The step before it is in the row, as it was: reward, ending, final observation, episode. The
+    environment that is started again does not touch it."""
+    make, send, row = alone(f"tests.faulty_envs:Mayfly-{ending}-raise-v0")
+    environment = make()
+    environment.answer()
+    for step in (1, 2):
+        send()
+        environment.answer()
+        assert not row["lost"] and row["reward"] == step and not row["first"]
+    send()
+    with pytest.raises(ver_ppo.EnvironmentFailure, match="episode 2, step 3:"):
+        environment.answer()
+    shown = row["obs"]["obs"].copy()
+    for _ in range(2):  # the first one is killed, too, before it has sent its answer
+        number = row["episode"]
+        make().answer()
+        assert [row["terminated"], row["truncated"]] == [ending == name for name in ENDINGS]
+        assert row["reward"] == 13 and row["episode_stats"].tolist() == [16, 3]
+        assert not row["lost"] and row["step_sec"] > 0
+        assert row["final_obs"]["obs"][0] == np.float32(0.3)
+        assert row["first"] and row["obs"]["obs"][0] == 0 and row["obs"]["obs"][1] != shown[1]
+        assert row["episode"] == number + 1
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize("fault, workers", [("raise", 0), ("raise", 2), ("kill", 2)])
+def test_resets_that_fail(tmp_path, all_words, ending, fault, workers):
+    """Every reset after an episode fails, here or with a worker's process. No step is made up, each
+    has its real reward, and each episode its numbers."""
+    env_id = f"tests.faulty_envs:Mayfly-{ending}-{fault}-v0"
+    sizes = {"num_envs": 2, "num_steps": 6, "num_workers": workers, "max_worker_restarts": 1000}
+    options = ver_ppo.Options(env_id=env_id, **sizes)
+    spec = ver_ppo.EnvSpec(envs.Count.observation_space, envs.Count.action_space, ())
+    policy = ver_ppo.Policy(spec, options).eval()
+    policy.critic.scale.fill_(1.0)  # else all values are 0
     io = ver_ppo.EnvIO(spec, 2)
-    io["first"][1] = first
-    io["obs"]["obs"][1] = 3.0
-    ver_ppo.Environment(1, options, "train", spec, io).answer()
-    assert (io["terminated"][1], io["truncated"][1], io["reward"][1]) == (first, not first, 0)
-    assert (io["final_obs"]["obs"][1] == 3).all() and io["first"][1] and io["obs"]["obs"][1, 0] == 0
+    rollout = ver_ppo.Rollout(spec, 12, 2, policy.state_shape, torch.device("cpu"))
+    until = time.monotonic() + 60
+    late = lambda rows: time.monotonic() > until
+    episodes = 0
+    with contextlib.closing(ver_ppo.make_workers(options, "train", spec, io)) as workers:
+        c = ver_ppo.Collector(policy, workers, io, spec, options, late)
+        for c.version in range(2):
+            c.collect(rollout)
+            assert rollout.rows == 12, "it waits for ever"
+            ver_ppo.check_rollout(rollout, c.version)
+            count = (rollout.obs["obs"].numpy()[:, 0] * 10).round()
+            done = rollout["done"]
+            assert not rollout["lost"].any() and (done == (count == 2)).all()
+            np.testing.assert_allclose(rollout["reward"][~done], count[~done] + 1)
+            added = rollout["reward"][done] - 13
+            assert (np.abs(added) > 1e-4).all() if ending == "truncated" else not added.any()
+            assert (np.abs(added) < 2).all(), "gamma times a value"
+            finished = ver_ppo.finished_episodes(rollout)
+            assert finished == [[16, 3]] * done.sum()
+            episodes += len(finished)
+    assert 6 <= episodes <= all_words().count("started again") <= episodes + 2
 
 
 @pytest.mark.parametrize("k", range(1, 200, 11))
@@ -243,10 +408,10 @@ def test_killed_at_any_line(tmp_path, k):
             c.collect(rollout)
             assert rollout.rows == 16, "it waits for ever"
             ver_ppo.check_rollout(rollout, c.version)
-            goes_on, made = ~rollout["done"], rollout["step_sec"] == 0
-            np.testing.assert_allclose(
-                rollout["reward"][goes_on], 0.1 * (rollout["action"][goes_on, 0] - 1), atol=1e-6
-            )
+            made = rollout["lost"]
+            # all values are 0, as no reward has been learned from
+            reward = np.where(made, 0.0, 0.1 * (rollout["action"][:, 0] - 1))
+            np.testing.assert_allclose(rollout["reward"], reward, atol=1e-6)
             for e in (0, 1):
                 mine = rollout["env"] == e
                 count = (rollout.obs["obs"].numpy()[mine, 0] * 10).round()
@@ -266,7 +431,7 @@ def test_slow_looks_find_who_hangs(capfd):
         ver_ppo.make_workers(options, "train", spec, ver_ppo.EnvIO(spec, 2))
     ) as workers:
         wait_until(lambda: [workers.receive(0.1), not workers.asked_N.any()][1])
-        workers.timeout_sec = 1.0
+        workers.supervisor.timeout_sec = 1.0
         workers.send(np.array([1]))
         for looks in range(20):  # each counts for a tenth of a second at most
             time.sleep(0.3)
@@ -309,9 +474,11 @@ def test_queueing_is_not_hanging(capfd, num_envs, timeout_sec):
         c = ver_ppo.Collector(policy, workers, io, spec, options)
         while len(c.answered) < num_envs:  # the process has to start
             c.answered += workers.receive(0.1)
-        workers.timeout_sec, workers.LOOK_SEC = timeout_sec, 0.02
+        workers.supervisor.timeout_sec = timeout_sec
+        workers.supervisor.LOOK_SEC = 0.02
         c.collect(rollout)
-    assert "started again" not in capfd.readouterr().err and (rollout["step_sec"] > 0).all()
+    assert "started again" not in capfd.readouterr().err and not rollout["lost"].any()
+    assert (rollout["step_sec"] > 0).all()
 
 
 def test_a_pause_is_not_hanging(start):
@@ -397,7 +564,7 @@ def test_images_of_another_kind(image):
     io = ver_ppo.EnvIO(spec, 1)
     environment = ver_ppo.Environment(0, None, "train", spec, io)
     if image.dtype == np.uint8:
-        environment.write(io["obs"], {"obs": image})
+        environment.write(io["obs"], image)
         assert (io["obs"]["obs"] == 1).all()
         return
     words = f"observation 'obs' is {image}, the observation space Box(0, 255, (8, 8), uint8)"
@@ -405,7 +572,7 @@ def test_images_of_another_kind(image):
         np.errstate(invalid="ignore"),  # NaN as a byte
         pytest.raises(ver_ppo.BadAnswer, match=re.escape(words)),
     ):
-        environment.write(io["obs"], {"obs": image})
+        environment.write(io["obs"], image)
 
 
 CASES = [
@@ -433,7 +600,7 @@ def test_too_many_restarts(tmp_path, all_words, fault, workers, where):
     }[workers]
     assert any(name in said for name in names)
     assert ("episode 5, step 10" in said) == (fault == "raise")
-    assert f"go on with: --resume {folder}" in said
+    assert f"continue with: --resume {folder}" in said
     assert saved(folder)["step"] >= 64
     assert nobody_left()
 
@@ -495,7 +662,7 @@ def test_rubbish(tmp_path, all_words, fault, workers, where):
     args = small(tmp_path, *line.split(), *WHERE[where])
     assert ver_ppo.main(args) == 1
     said, (folder,) = all_words(), run_folders(tmp_path)
-    assert workers == "0" or "died with exit code 3: the answer above is none" in said
+    assert workers == "0" or "died with exit code 3: the answer above is not allowed" in said
     assert all(words in said for words in RUBBISH[fault])
     assert "environment " in said
     assert "episode 5, step 10" in said
@@ -559,7 +726,8 @@ def test_signals(start, name, where, line):
     os.kill(process.pid, number) if name == "SIGKILL" else os.killpg(process.pid, number)
     said = process.communicate(timeout=30)[0]
     assert process.returncode == (-9 if name == "SIGKILL" else 128 + number), said
-    assert name == "SIGKILL" or f"go on with: --resume {folder}" in said and "Traceback" not in said
+    if name != "SIGKILL":
+        assert f"continue with: --resume {folder}" in said and "Traceback" not in said
     assert saved(folder)["step"] > 0
     wait_until(lambda: alive_in_session(process.pid) == [], 15)
     assert not [
@@ -597,45 +765,81 @@ def test_second_signal(start):
 CARTPOLE = "--env-id CartPole-v1 --num-workers 0 --total-timesteps"
 
 
+@pytest.mark.parametrize("interval, step", [(1, 128), (1000, 192)])
 @pytest.mark.parametrize(
     "error", [OSError("No space left on device"), RuntimeError("PytorchStreamWriter failed")]
 )
-def test_full_disk(tmp_path, monkeypatch, capfd, error):
-    """Checkpoints that cannot be written are reported, the one before stays, training goes on. If
-    the last one cannot be written either: exit status 1, after the evaluation. Resuming replaces
-    what the curves say of later steps."""
+def test_full_disk(tmp_path, monkeypatch, capfd, error, interval, step):
+    """A checkpoint that cannot be written, on the way or at the end, ends the run: one line, exit
+    status 1, no evaluation. The checkpoint before stays. Resuming replaces what the curves say of
+    later steps."""
 
     def fail(content, file):
         file.write(b"half a checkp")
         raise error
 
     folder = run_here(tmp_path, f"{CARTPOLE} 64")
-    before = (folder / "checkpoint.pt").read_bytes()
+    path = folder / "checkpoint.pt"
+    before = path.read_bytes()
     resume = ["--resume", str(folder), "--total-timesteps", "192"]
+    capfd.readouterr()
     with monkeypatch.context() as patch:
         patch.setattr(torch, "save", fail)
-        assert ver_ppo.main([*resume, "--checkpoint-interval", "1", "--eval-episodes", "2"]) == 1
-    said = "".join(capfd.readouterr())
-    assert said.count("not written, the one before stays") == 3 and "evaluation, 2 sampled" in said
-    assert f"the last checkpoint could not be written: {error}" in said
-    assert (folder / "checkpoint.pt").read_bytes() == before
+        more = "--checkpoint-interval", str(interval), "--eval-episodes", "2"
+        assert ver_ppo.main([*resume, *more]) == 1
+    out, err = capfd.readouterr()
+    words = f"the checkpoint of step {step} cannot be written to {path}, the one before stays"
+    assert err.endswith(f"\nver_ppo.py: {words}: {error}\n")
+    assert (out + err).count("cannot be written") == 1
+    assert "Traceback" not in out + err and "evaluation" not in out
+    assert path.read_bytes() == before
     assert not (folder / "checkpoint.tmp").exists()
     assert ver_ppo.main(resume) == 0 and saved(folder)["step"] == 192
     assert [*logged(folder, "losses/entropy")] == [64, 128, 192]
 
 
+@contextlib.contextmanager
+def small_files(most_bytes):
+    """While this lasts, this process can write no file beyond this size, as if the disk were full.
+    """
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_the_reason_of_a_full_disk(tmp_path):
+    """The system's own reason is told, although torch's writer then fails for another one."""
+    content = {"step": 7, "policy": {"weight": torch.zeros(100_000)}}
+    path = tmp_path / "checkpoint.pt"
+    path.write_bytes(b"good")
+    words = f"the checkpoint of step 7 cannot be written to {path}, the one before stays: "
+    words = re.escape(words) + ".*File too large"
+    with small_files(1000), pytest.raises(OSError, match=words) as error:
+        ver_ppo.write_checkpoint(content, path)
+    assert "\n" not in str(error.value)
+    assert path.read_bytes() == b"good" and list(tmp_path.iterdir()) == [path]
+
+
 def test_full_disk_for_tensorboard(tmp_path, monkeypatch, capfd):
-    """Curves that cannot be written are reported once; training goes on to the end."""
+    """Curves that cannot be written end the run: one line, exit status 1. What was learned is
+    saved, if there is room for it, and the run can be resumed."""
     from torch.utils.tensorboard import SummaryWriter
 
-    def fail(*args):
-        raise OSError("No space left on device")
-
-    monkeypatch.setattr(SummaryWriter, "add_scalar", fail)
-    folder = run_here(tmp_path, f"{CARTPOLE} 256 --eval-episodes 2")
-    words = "TensorBoard's curves end at step 64: No space left on device"
-    assert "".join(capfd.readouterr()).count(words) == 1
-    assert saved(folder)["step"] == 256
+    with monkeypatch.context() as patch:
+        patch.setattr(SummaryWriter, "add_scalar", full_disk)
+        args = small(tmp_path, *f"{CARTPOLE} 256 --eval-episodes 2".split())
+        assert ver_ppo.main(args) == 1
+    out, err = capfd.readouterr()
+    assert err.endswith("\nver_ppo.py: [Errno 28] No space left on device\n")
+    assert (out + err).count("No space left on device") == 1
+    assert "Traceback" not in out + err and "evaluation" not in out
+    (folder,) = run_folders(tmp_path)
+    assert f"stopped at step 64; continue with: --resume {folder}" in out + err
+    assert saved(folder)["step"] == 64
+    assert ver_ppo.main(["--resume", str(folder)]) == 0 and saved(folder)["step"] == 256
 
 
 def test_full_disk_for_the_trace(tmp_path, capfd):
@@ -658,18 +862,55 @@ def test_a_run_that_has_not_ended(tmp_path, capsys):
     assert ver_ppo.main(["--resume", str(folder), "--total-timesteps", "128"]) == 0
 
 
-def test_a_refused_run_lets_its_folder_go(tmp_path, monkeypatch, capsys):
-    """In a notebook, say, where the process goes on."""
+@pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_a_refused_run_lets_its_folder_go(tmp_path, monkeypatch, capsys, call, resumed):
+    """If options.json cannot be written: one line with the reason. The folder is locked by then,
+    but in a notebook, say, the process goes on, and can use the folder later."""
+    args = small(tmp_path, *f"{CARTPOLE} 128".split())
+    if resumed:
+        folder = run_here(tmp_path, f"{CARTPOLE} 64")
+        args = ["--resume", str(folder), "--total-timesteps", "128"]
+    open_files = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patch:
+        patch.setattr(ver_ppo.os, call, full_disk)
+        for _ in range(2 if resumed else 1):  # a new run would have the same name
+            words = "cannot be written (No space left on device): choose another place"
+            one_line(capsys, args, words)
+    (folder,) = run_folders(tmp_path)
+    assert len(os.listdir("/proc/self/fd")) <= open_files
+    os.close(ver_ppo.lock_folder(folder))
+    if resumed:
+        assert json.loads((folder / "options.json").read_text())["total_timesteps"] == 64
+        assert ver_ppo.main(args) == 0
+
+
+def test_an_options_file_that_is_in_the_way(tmp_path, capsys):
+    """The message names the file; the folder is free afterwards."""
     folder = run_here(tmp_path, f"{CARTPOLE} 64")
     args = ["--resume", str(folder), "--total-timesteps", "128"]
-    with monkeypatch.context() as patch:
-        patch.setattr(ver_ppo.os, "fsync", full_disk)
-        one_line(capsys, args, f"{folder} cannot be written (No space left on device)")
-    assert json.loads((folder / "options.json").read_text())["total_timesteps"] == 64
+    (folder / "options.tmp").mkdir()
+    one_line(capsys, args, f"{folder / 'options.tmp'} cannot be written (Is a directory)")
+    (folder / "options.tmp").rmdir()
     assert ver_ppo.main(args) == 0
 
 
-def full_disk(*args):
+def test_curves_that_cannot_be_begun(tmp_path, monkeypatch, capsys):
+    """One line with the reason; the folder is free afterwards."""
+    from torch.utils import tensorboard
+
+    folder = run_here(tmp_path, f"{CARTPOLE} 64")
+    args = ["--resume", str(folder), "--total-timesteps", "128"]
+    capsys.readouterr()
+    with monkeypatch.context() as patch:
+        patch.setattr(tensorboard.SummaryWriter, "__init__", full_disk)
+        assert ver_ppo.main(args) in (1, 2)
+    error = capsys.readouterr().err
+    assert "No space left on device" in error and len(error.splitlines()) == 1
+    assert ver_ppo.main(args) == 0
+
+
+def full_disk(*args, **more):
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
@@ -716,7 +957,7 @@ def test_a_program_without_a_guard(tmp_path):
     """The first worker that imports it says how to write it; no worker makes a run folder."""
     options = f'env_id="CartPole-v1", num_workers=2, runs_dir={str(tmp_path / "runs")!r}'
     program = tmp_path / "program.py"
-    program.write_text(f"import ver_ppo\n\nver_ppo.train(ver_ppo.Options({options}))\n")
+    program.write_text(f"import ver_ppo\n\nver_ppo.launch(ver_ppo.Options({options}))\n")
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, program], env=environment, capture_output=True, text=True, timeout=60
@@ -773,12 +1014,31 @@ def test_gradients_that_are_not_finite(tmp_path, monkeypatch, bad, skipped):
 
     def spoilt(*args):
         value, logs = loss(*args)
-        return value * (np.nan if next(calls) in bad else 1), logs
+        factor = np.nan if next(calls) in bad else 1
+        return value * factor, {name: number * factor for name, number in logs.items()}
 
     monkeypatch.setattr(ver_ppo, "ppo_loss", spoilt)
     folder = run_here(tmp_path, f"{CARTPOLE} 256", "--num-minibatches", "2")
     assert [*logged(folder, "losses/skipped").values()] == skipped
+    for name in ("policy_loss", "value_loss", "entropy", "approx_kl", "ent_coef", "grad_norm"):
+        numbers = [*logged(folder, f"losses/{name}").values()]
+        assert len(numbers) == 4 and np.isfinite(numbers).all(), name
     assert all(torch.isfinite(weights).all() for weights in saved(folder)["policy"].values())
+
+
+def test_means_of_an_update():
+    """Mini-batches that were skipped count in `skipped` alone, whatever they have logged. If all
+    were skipped, there is no mean."""
+    losses = 1.0, np.nan, 4.0, np.inf
+    skipped = 0.0, 1.0, 0.0, 1.0
+    logs = []
+    for numbers in zip(losses, skipped):
+        names = "losses/policy_loss", "losses/skipped"
+        logs.append(dict(zip(names, map(torch.tensor, numbers))))
+    assert ver_ppo.mean_logs(logs) == {"losses/policy_loss": 2.5, "losses/skipped": 0.5}
+    assert ver_ppo.mean_logs(logs[:1]) == {"losses/policy_loss": 1.0, "losses/skipped": 0.0}
+    with pytest.raises(FloatingPointError, match="not one gradient of this update was finite"):
+        ver_ppo.mean_logs([logs[1], logs[3]])
 
 
 def test_no_gradient_is_finite(tmp_path, monkeypatch, capsys):
@@ -853,7 +1113,8 @@ def test_hostile_checkpoints(tmp_path, checkpoint, capsys):
     bad += [{"options": {**content["options"], "seed": code}}]
     bad = [content | change for change in bad]
     bad += [code, {"weights": torch.zeros(3)}, [content], None]
-    versions = [content | {"format": number} for number in (None, "rubbish", 1, 4, 99)]
+    formats = None, "rubbish", 1, ver_ppo.CHECKPOINT_FORMAT - 1, 99
+    versions = [content | {"format": number} for number in formats]
     weights = [{}, {name: 1.0 for name in content["policy"]}]
     weights = [content | {"policy": each} for each in weights]
     moments = [{}, {"state": {}, "param_groups": [{}]}]
@@ -895,3 +1156,132 @@ def test_checkpoints_of_other_networks(checkpoint, capsys):
             ["--resume", str(checkpoint.parent)],
         ):
             one_line(capsys, [*how, *change.split()], "belongs to another network")
+
+
+@pytest.fixture
+def with_options(tmp_path, checkpoint):
+    """A function: writes the small checkpoint with these options into a folder of its own. Returns
+    the two ways to use it."""
+
+    def write(**options):
+        content = ver_ppo.load_checkpoint(checkpoint)
+        path = tmp_path / "checkpoint.pt"
+        torch.save(content | {"options": content["options"] | options}, path)
+        return ["--checkpoint", str(path), "--eval-episodes", "1"], ["--resume", str(tmp_path)]
+
+    return write
+
+
+class Own(ver_ppo.Run):
+    """An extension that does nothing."""
+
+
+def shorter(env):
+    """A wrapper that is a function."""
+    return gym.wrappers.TimeLimit(env, max_episode_steps=5)
+
+
+EXECUTED = "executed by a checkpoint"  # a file in the working directory
+STRANGERS = [  # what a file names behind which door, and what else may stand there
+    ("wrappers", [f"pydoc:pipepager(cmd='touch {EXECUTED}')"], ["tests.test_faults:shorter"]),
+    ("wrappers", ("functools:partial",), []),
+    ("wrappers", ("gymnasium.wrappers:TimeLimit(max_episode_steps=3)", "builtins:print"), []),
+    ("wrappers", ("tests.envs:Wide",), ["gymnasium.wrappers:TimeLimit(max_episode_steps=3)"]),
+    ("wrappers", ("tests.test_faults:shorter",), ["tests.test_faults:shorter"]),
+    ("policy", f"os:system(command=touch {EXECUTED})", ["ver_ppo:Policy"]),
+    ("policy", "ver_ppo:launch", ["ver_ppo:Policy"]),
+    ("policy", "gymnasium.wrappers:TimeLimit", ["ver_ppo:Policy"]),
+    ("policy", "this:Zen", ["ver_ppo:Policy"]),
+    ("policy", "xml.dom.minidom:Element", ["ver_ppo:Policy"]),
+    ("policy", "test.support:Module", ["ver_ppo:Policy"]),
+    ("extensions", ("tests.envs:Wide",), []),
+    ("extensions", ("ver_ppo:main",), ["tests.test_faults:Own"]),
+    ("extensions", ("tests.test_faults:Own", f"subprocess:run(args=touch {EXECUTED})"), []),
+    ("env_id", "os:something", ["CartPole-v1"]),
+    ("env_id", "this:CartPole-v1", ["CartPole-v1"]),
+]
+
+
+@pytest.mark.parametrize("name, named, instead", STRANGERS)
+def test_strangers_code(tmp_path, monkeypatch, capsys, with_options, name, named, instead):
+    """What a checkpoint names as environment, wrapper, policy or extension is refused if it is of
+    another kind, or Python's own: one line says which option it is. Nothing is executed, and of
+    Python's modules nothing imported. Who gives that option on the command line decides."""
+    monkeypatch.chdir(tmp_path)
+    for module in ("this", "xml.dom.minidom", "test.support"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    option = f"--{name.replace('_', '-')}"
+    ways = with_options(**{name: named})
+    for way in ways:
+        one_line(capsys, way, f"{option} ")
+        one_line(capsys, way, "comes from a file, and is no ")
+        one_line(capsys, way, f": if you trust it, give {option} on the command line")
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint.pt"]
+    assert not sys.modules.keys() & {"this", "xml.dom.minidom", "test.support"}
+    for way in ways:
+        assert ver_ppo.main([*way, option, *instead]) == 0
+    assert not (tmp_path / EXECUTED).exists()
+
+
+def test_programs_of_strangers(tmp_path, monkeypatch, capsys, with_options):
+    """A module named `__main__` is a program: importing it would run it."""
+    package = tmp_path / "modules" / "innocent"
+    package.mkdir(parents=True)
+    (package / "__main__.py").write_text(f"open({str(tmp_path / EXECUTED)!r}, 'w')\n")
+    monkeypatch.syspath_prepend(package.parent)
+    for way in with_options(policy="innocent.__main__:Policy"):
+        one_line(capsys, way, "--policy ")
+    assert not (tmp_path / EXECUTED).exists()
+
+
+ANOTHER_KIND = [  # options that no run of this program has
+    {"policy": 5},
+    {"policy": None},
+    {"wrappers": None},
+    {"wrappers": (5,)},
+    {"wrappers": (("ver_ppo:Policy",),)},
+    {"env_id": 5},
+    {"num_envs": "many"},
+    {"learning_rate": None},
+    {"policy": "torch:two\nlines"},
+    {"policy": "\x1b[31mred:Policy"},
+]
+
+
+@pytest.mark.parametrize("options", ANOTHER_KIND)
+def test_options_of_another_kind(capsys, with_options, options):
+    """One line says that they cannot be used; a terminal shows it as it is."""
+    for way in with_options(**options):
+        capsys.readouterr()
+        assert ver_ppo.main(way) == 2
+        error = capsys.readouterr().err
+        assert len(error.splitlines()) == 1 and error[:-1].isprintable()
+
+
+@pytest.mark.parametrize("options", [5, None, ["--seed"], "left out"])
+def test_a_checkpoint_without_options(tmp_path, capsys, checkpoint, options):
+    """Is refused in one line."""
+    content = ver_ppo.load_checkpoint(checkpoint) | {"options": options}
+    if options == "left out":
+        del content["options"]
+    path = tmp_path / "checkpoint.pt"
+    torch.save(content, path)
+    one_line(capsys, ["--checkpoint", str(path)], str(path))
+    one_line(capsys, ["--resume", str(tmp_path)], str(path))
+
+
+def test_own_code_is_found_again(tmp_path, capsys):
+    """A run with classes of importable modules, and short names, is resumed and evaluated without
+    naming them again."""
+    line = "--env-id tests.envs:Count-v0 --num-workers 0 --total-timesteps 64"
+    line += " --policy tests.envs:Wide(times=3)"
+    line += " --wrappers gymnasium.wrappers:TimeLimit(max_episode_steps=3)"
+    line += f" --extensions tests.test_faults:Own trace(file={tmp_path / 'trace.json'})"
+    folder = run_here(tmp_path, line)
+    for more in ([], ["--total-timesteps", "128"]):
+        assert ver_ppo.main(["--resume", str(folder), *more]) == 0
+    assert ver_ppo.main(["--checkpoint", str(folder), "--eval-episodes", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "evaluation, 2 sampled episodes" in out and "length 3.000" in out
+    content = saved(folder)
+    assert content["step"] == 128 and content["policy"]["core.weight"].shape == (16, 48)

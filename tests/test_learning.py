@@ -1,6 +1,7 @@
 """The loss by hand, the update, and that something is learned."""
 
 import math
+from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
@@ -21,7 +22,7 @@ def loss_by_hand(logits, value, batch):
     terms = []
     for m, row in enumerate(logits.tolist()):
         p = [math.exp(x) / sum(map(math.exp, row)) for x in row]
-        names = "action", "log_prob", "advantage", "returns", "weight"
+        names = "action", "log_prob", "norm_advantage", "returns", "weight"
         action, log_prob, advantage, returns, weight = (batch[name][m].item() for name in names)
         ratio = p[action] / math.exp(log_prob)
         policy_term = -weight * min(ratio * advantage, max(min(ratio, 1.2), 0.8) * advantage)
@@ -38,7 +39,7 @@ def test_ppo_loss_by_hand():
     logits = torch.randn(12, 3).double().requires_grad_()
     value = torch.randn(12).double().requires_grad_()
     batch = {"action": torch.randint(3, (12, 1)), "log_prob": -1 - torch.rand(12).double()}
-    batch |= {name: torch.randn(12).double() for name in ("advantage", "returns")} | {
+    batch |= {name: torch.randn(12).double() for name in ("norm_advantage", "returns")} | {
         "weight": torch.rand(12).double(),
         "scale": 3.0,
     }
@@ -127,7 +128,7 @@ def test_epochs(monkeypatch):
         advantage_S = rollout["advantage"]
         normal_S = (advantage_S - advantage_S.mean()) / advantage_S.std()
         np.testing.assert_allclose(
-            batch["advantage"], normal_S[batch["row"]], rtol=1e-4, atol=1e-5
+            batch["norm_advantage"], normal_S[batch["row"]], rtol=1e-4, atol=1e-5
         )
         return {"losses/skipped": torch.zeros(())}
 
@@ -161,14 +162,55 @@ def test_units_of_returns():
         def average(tensors):
             tensors[0].add_(other).div_(2)
 
-        found, *_ = ver_ppo.learning_units(policy, rollout, c.options, average)
+        ver_ppo.update_value_scale(policy.critic, rollout, average)
+        found = policy.critic.scale.item()
         new = (mine + other) / 2
         square = min(square + 0.05 * (new - square), 4 * square) if square else new
-        assert found == pytest.approx(max(math.sqrt(square), 1e-8), rel=1e-5)
-        assert (k == 0) == (found == 1e-8)
+        assert found == pytest.approx(math.sqrt(square), rel=1e-5)
+        assert (k == 0) == (found == 0.0)
     value_B = policy.step(*inputs, state)[1].clone()
     policy.critic.scale.data /= 8
     assert torch.equal(policy.step(*inputs, state)[1], value_B / 8)
+
+
+@pytest.mark.parametrize("norm_adv", [True, False])
+def test_units_of_advantages(norm_adv):
+    """With --norm-adv, the mean and the deviation over all processes that learn together; else the
+    scale of values. What the processes exchange is the mean of each one's own."""
+    policy, rollout, c = build(VirtualWorkers(2, lambda e, step: 1.0), 2, 8, norm_adv=norm_adv)
+    rollout.rows = 12
+    both = np.random.default_rng(0).normal(3, 2, (2, 12))
+    rollout["advantage"][:12] = both[0]
+    mine = torch.tensor([both[0].mean(), (both[0] ** 2).mean()])
+    other = torch.tensor([both[1].mean(), (both[1] ** 2).mean()])
+
+    def average(tensors):
+        torch.testing.assert_close(tensors[0], mine, rtol=1e-6, atol=0)
+        tensors[0].add_(other).div_(2)
+
+    ver_ppo.normalize_advantages(rollout, 5.0, c.options, average)
+    unit = (both.mean(), both.std()) if norm_adv else (0.0, 5.0)
+    expected = (both[0] - unit[0]) / unit[1]
+    np.testing.assert_allclose(rollout["norm_advantage"][:12], expected, rtol=1e-5, atol=1e-6)
+    assert not rollout["norm_advantage"][12:].any()
+
+
+def test_before_the_first_reward(monkeypatch):
+    """Where all returns were 0 so far, the unit of values is tiny and nothing is infinite."""
+    policy, rollout, c = build(VirtualWorkers(2, lambda e, step: 1.0), 2, 8, num_minibatches=1)
+    policy.critic.scale.fill_(0.0)
+    rollout.rows = 16
+    rollout["segment"][:] = np.arange(16) % 2
+    batches = []
+
+    def minibatch_step(policy, optimizer, batch, *rest):
+        batches.append(batch)
+        return {"losses/skipped": torch.zeros(())}
+
+    monkeypatch.setattr(ver_ppo, "minibatch_step", minibatch_step)
+    ver_ppo.ppo_update(policy, None, rollout, c.options)
+    assert [batch["scale"] for batch in batches] == [1e-8] * c.options.update_epochs
+    assert not batches[0]["norm_advantage"].any() and policy.critic.scale == 0
 
 
 def test_one_outlier_in_the_rewards():
@@ -182,11 +224,13 @@ def test_one_outlier_in_the_rewards():
         rollout["returns"][:] = np.random.default_rng(k).normal(20, 5, 16)
         if k == 2:
             rollout["returns"][3] = -1e5
-        units.append(ver_ppo.learning_units(policy, rollout, c.options, lambda tensors: None)[0])
+        ver_ppo.update_value_scale(policy.critic, rollout, lambda tensors: None)
+        units.append(policy.critic.scale.item())
     assert units[2] == pytest.approx(2 * units[1]) and units[-1] < 1.2 * units[1]
     policy.critic.scale.data.fill_(0.0)
     rollout["returns"][:] = 3e38
-    assert ver_ppo.learning_units(policy, rollout, c.options, lambda tensors: None)[0] > 1e38
+    ver_ppo.update_value_scale(policy.critic, rollout, lambda tensors: None)
+    assert 1e38 < policy.critic.scale.item() < math.inf
 
 
 def test_rewards_of_any_size(tmp_path):
@@ -266,9 +310,6 @@ def test_distributions():
 def test_learning_rate():
     """A cosine from 1 to 0."""
     options = ver_ppo.Options(total_timesteps=1000)
-    assert [round(ver_ppo.decay_at(step, options), 9) for step in (0, 500, 1000, 1100)] == [
-        1,
-        0.5,
-        0,
-        0,
-    ]
+    steps = 0, 500, 1000, 1100
+    runs = [SimpleNamespace(step=step, options=options) for step in steps]
+    assert [round(ver_ppo.Run.decay(run), 9) for run in runs] == [1, 0.5, 0, 0]

@@ -83,11 +83,12 @@ def run_main(rank, args, args_1=(), stop_in=0):
     step = ver_ppo.minibatch_step
     statistics = ver_ppo.update_statistics
     derive = ver_ppo.derive_seed
-    collect = ver_multigpu.RankRun.collect
+    collect = ver_multigpu.RankRun.next_rollout
 
     def counting_call(ranks, function, *more, **named):
         # the counter: not a collective
-        found.collectives += [function.__name__] * (function.__name__ != "add")
+        counter = "add", "delete_key"
+        found.collectives += [function.__name__] * (function.__name__ not in counter)
         return call(ranks, function, *more, **named)
 
     def noting_seed(*numbers):
@@ -228,6 +229,60 @@ def test_halves_are_the_whole(on_two):
     assert whole_logs["losses/value_loss"] == pytest.approx(mean_loss, rel=1e-4)
 
 
+class Normed(ver_ppo.Policy):
+    """A policy with statistics in buffers, which each rank moves by the steps that it learns from.
+    """
+
+    def __init__(self, spec, options):
+        super().__init__(spec, options)
+        self.norm = torch.nn.BatchNorm1d(self.features)
+
+    def encode(self, obs, prev_action_BA, first_B):
+        x_BF = super().encode(obs, prev_action_BA, first_B)
+        seen_BF, action_BF = x_BF.tensor_split([self.features], dim=1)
+        return torch.cat([self.norm(seen_BF), action_BF], dim=1)
+
+
+def note_buffers(rank, args):
+    """Buffers of `Normed` by the learning of each update, and after it."""
+    learned, agreed = [], []
+    statistics = ver_ppo.update_statistics
+    update = ver_multigpu.RankRun.update
+
+    def buffers_of(policy):
+        return [policy.norm.num_batches_tracked.item(), *policy.norm.running_mean.tolist()]
+
+    def noting_statistics(policy, *more):
+        statistics(policy, *more)
+        learned.append(buffers_of(policy))
+
+    def noting_update(run, rollout):
+        logs = update(run, rollout)
+        agreed.append(buffers_of(run.policy))
+        return logs
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ver_ppo, "update_statistics", noting_statistics)
+        patch.setattr(ver_multigpu.RankRun, "update", noting_update)
+        status = ver_multigpu.main(args)
+    return status, learned, agreed
+
+
+def test_buffers_are_those_of_rank_0(tmp_path, on_two):
+    """Averaged gradients alone would leave the ranks with different buffers. After each update, all
+    have those of rank 0."""
+    args = ["--env-id", "CartPole-v1", "--num-workers", "0", "--total-timesteps", "640"]
+    args += ["--policy", "tests.test_multigpu:Normed"]
+    found = on_two(note_buffers, small(tmp_path, *args))
+    (status, learned, agreed), (status_1, learned_1, agreed_1) = found
+    assert status == status_1 == 0 and len(agreed) >= 5
+    assert agreed == agreed_1 == learned
+    assert all(one != two for one, two in zip(learned, learned_1)), "they learn from other steps"
+    tracked = [number for number, *_ in agreed]
+    assert tracked == [16 * (1 + update) for update in range(len(agreed))]
+    assert saved(tmp_path)["policy"]["norm.running_mean"].tolist() == agreed[-1][1:]
+
+
 LATENCY = "notebooks.extensions.wrappers:Latency(mean_ms={}, spread=0)"
 OPTIMAL, THRESHOLD, NONE = (["--preemption", how] for how in ("optimal", "threshold", "none"))
 MODES = [
@@ -347,7 +402,8 @@ def test_step_seconds():
     count as one step."""
     rollout = ver_ppo.Rollout(SPEC, 12, 3, (2, 8), torch.device("cpu"))
     rollout.rows, rollout.clock = 7, (100.0, 110.0, 0.0)
-    rollout["env"][:] = [0, 1, 0, 0, 1, 0, 1, 2, 2, 2, 2, 2]  # the last five are of the rollout before
+    # the last five are of the rollout before
+    rollout["env"][:] = [0, 1, 0, 0, 1, 0, 1, 2, 2, 2, 2, 2]
     rollout["began_at"][:7] = [100, 101, 102, 104, 103, 106, 107]
     rollout["step_sec"][:7] = [1, 1, 1, 1, 1, 2, 1]
     found = ver_multigpu.step_seconds(rollout, quota=4).tolist()
@@ -387,20 +443,20 @@ def test_enough(tmp_path, how, limit, others, most):
     )
     with contextlib.closing(ver_multigpu.RankRun(options)) as run:
         run.begin_rollout(limit, 0.0, 0.0)
-        run.ranks.count(0, others)
+        run.ranks.add(0, others)
         for steps in (0, 2, most, most + 1):
             time.sleep(run.look_sec)
             assert run.enough(steps) == (steps > most)
         run.begin_rollout(ver_multigpu.NO_LIMIT, 0.0, 0.0)
         assert not run.enough(0)
-        run.ranks.count(0, ver_multigpu.STOP)
+        run.ranks.add(0, ver_multigpu.STOP)
         time.sleep(run.look_sec)
         assert run.enough(0)
 
 
 def content(rollout, step):
     """Everything that is known of a step but its segment."""
-    rows = (rollout.table[name] for name in rollout.dtype.names if name != "segment")
+    rows = (rollout[name] for name in rollout.dtype.names if name != "segment")
     return [
         column[step].tobytes()
         for column in (*rows, rollout.obs["obs"].numpy(), rollout.state.numpy())
@@ -426,7 +482,7 @@ def test_fill_up(tmp_path, monkeypatch):
             fresh, c.version = rollout.rows, update + 1
             assert min(goal, 48) <= fresh <= 48
             ver_ppo.check_rollout(rollout, update)
-            learned = run.add_advantages(rollout)
+            learned = run.advantages(rollout)
             assert learned.rows == learned.capacity == 48
             collected = [content(rollout, index) for index in range(fresh)]
             assert [content(learned, index) for index in range(fresh)] == collected
@@ -541,6 +597,127 @@ def test_bad_options(tmp_path, on_two, args, args_1, words):
     assert [rank.status for rank in ranks] == [2, 2]
     line = ranks[0].printed.split("ver_multigpu.py: ")[1]
     assert words in line and line.count("\n") == 1 and ranks[1].printed == ""
+
+
+def device_and_seed(rank, runs_dir):
+    """Of a run where there is no GPU, by --device auto."""
+    options = ver_multigpu.Options(env_id="CartPole-v1", num_workers=0, runs_dir=runs_dir)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        with contextlib.closing(ver_multigpu.RankRun(options)) as run:
+            return run.options.device, run.options.seed
+
+
+def test_device_of_every_rank(tmp_path, on_two):
+    """Every rank knows the device that it has chosen, which simulators are told; `auto` says
+    nothing. Only the seed differs."""
+    (device, seed), (device_1, seed_1) = on_two(device_and_seed, str(tmp_path))
+    assert device == device_1 == "cpu"
+    assert (seed, seed_1) == (1, ver_ppo.derive_seed(ver_multigpu.SEED_OF_RANK, 1, 1))
+
+
+def count_keys(rank, args):
+    """After each update: how many keys the store has, and of which rollouts that are over it still
+    has the counter; then the exit status."""
+    found = []
+    log = ver_multigpu.RankRun.log
+
+    def counting_log(run, rollout, logs):
+        log(run, rollout, logs)
+        store = run.ranks.store
+        over = range(run.version - (run.ranks.rank > 0))  # rank 0 deletes them
+        kept = [number for number in over if store.check([run.ranks.counter(number)])]
+        found.append((store.num_keys(), kept))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ver_multigpu.RankRun, "log", counting_log)
+        status = ver_multigpu.main(args)
+    return found, status
+
+
+COUNTED = "--env-id CartPole-v1 --num-workers 0 --num-steps 4 --num-minibatches 1 --update-epochs 1"
+
+
+@pytest.mark.parametrize("how", [OPTIMAL, THRESHOLD, NONE], ids=" ".join)
+def test_store_does_not_grow(tmp_path, how):
+    """A counter is deleted when its rollout is over. Otherwise a long run would fill the memory of
+    torchrun's agent. Here with one rank."""
+    args = small(tmp_path, *COUNTED.split(), "--total-timesteps", "640", *how)
+    found, status = count_keys(0, args)
+    assert status == 0 and len(found) >= 40
+    assert len({count for count, _ in found}) == 1
+    assert not any(kept for _, kept in found)
+
+
+def test_store_of_two_ranks_does_not_grow(tmp_path, on_two):
+    """As above. The other rank may have begun to count the next rollout, or rank 0 may still have
+    to delete the counter of the last one."""
+    args = small(tmp_path, *COUNTED.split(), "--total-timesteps", "640")
+    for found, status in on_two(count_keys, args):
+        counts = [count for count, _ in found]
+        assert status == 0 and len(found) >= 20
+        assert max(counts) <= min(counts) + 1
+        assert not any(kept for _, kept in found)
+
+
+def test_options_cannot_be_written(tmp_path, on_two):
+    """If rank 0 cannot write options.json into a folder that it has locked already, all ranks
+    refuse to begin, in one line. Then the folder is not locked any more."""
+    line = "--env-id CartPole-v1 --num-workers 0 --preemption none --total-timesteps"
+    assert ver_multigpu.main(small(tmp_path, *line.split(), "64")) == 0
+    (folder,) = run_folders(tmp_path)
+    (folder / "options.json").unlink()
+    (folder / "options.json").mkdir()
+    resume = ["--resume", str(folder), "--device", "cpu", "--total-timesteps", "192"]
+    ranks = on_two(run_main, resume)
+    assert [rank.status for rank in ranks] == [2, 2], ranks[0].printed
+    _, said = ranks[0].printed.split("ver_multigpu.py: ")
+    assert "cannot be written (Is a directory): choose another place" in said
+    assert said.count("\n") == 1 and str(folder) in said and ranks[1].printed == ""
+    assert ranks[0].said == ranks[1].said == ""
+    (folder / "options.json").rmdir()
+    assert [rank.status for rank in on_two(run_main, resume)] == [0, 0]
+    assert saved(tmp_path)["step"] == 192 and (folder / "options.json").is_file()
+
+
+def run_without_checkpoints(rank, args, stop_in):
+    """run_main, where the disk is full when a checkpoint is written."""
+    write = ver_ppo.write_file
+
+    def full(path, write_to):
+        if path.name == "checkpoint.pt":
+            raise OSError(28, "No space left on device")
+        write(path, write_to)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ver_ppo, "write_file", full)
+        return run_main(rank, args, (), stop_in)
+
+
+@pytest.mark.parametrize(
+    "more, stop_in, step",
+    [
+        (["--checkpoint-interval", "256", *NONE], 0, 256),
+        (["--total-timesteps", "384", *NONE], 0, 384),
+        (NONE, 4, 512),
+        (["--checkpoint-interval", "256", *OPTIMAL, "--num-workers", "2"], 0, None),
+    ],
+    ids=["now and then", "at the end", "after a signal", "with preemption"],
+)
+def test_checkpoint_cannot_be_written(tmp_path, on_two, more, stop_in, step):
+    """A disk that is full on rank 0 ends all ranks, in one line, with exit status 1."""
+    args = small(tmp_path, "--env-id", "CartPole-v1", "--num-workers", "0", *more)
+    ranks = on_two(run_without_checkpoints, args, stop_in)
+    assert [rank.status for rank in ranks] == [1, 1], ranks[0].printed
+    (folder,) = run_folders(tmp_path)
+    path = folder / "checkpoint.pt"
+    (said,) = [line for line in ranks[0].printed.splitlines() if "ver_multigpu.py: " in line]
+    assert f"cannot be written to {path}, the one before stays: " in said
+    assert "No space left on device" in said and (step is None or f"of step {step} " in said)
+    assert ranks[0].printed.count("cannot be written") == 1
+    assert "Traceback" not in ranks[0].printed and ranks[1].printed == ""
+    assert ranks[0].said == ranks[1].said == ""
+    assert ranks[0].collectives == ranks[1].collectives and not path.exists()
 
 
 def test_rules_of_ranks(monkeypatch, capsys):

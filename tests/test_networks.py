@@ -23,6 +23,7 @@ NEAR = gym.spaces.Box(-9, 9, (3,), np.float32)
 
 
 def build(observations, action=gym.spaces.Discrete(4), policy="ver_ppo:Policy", **options):
+    """A policy in evaluation mode, in which it acts, and its statistics do not move."""
     spec = ver_ppo.EnvSpec(observations, action, ())
     policy = ver_ppo.make_policy(spec, ver_ppo.Options(policy=policy, **options))
     torch.nn.init.ones_(policy.critic.scale)  # else all values are 0
@@ -166,6 +167,7 @@ def test_running_statistics():
     """RGB, and vectors without bounds, are normalized by mean and deviation of all rollouts so far,
     each with its weight; depth, bounded vectors and those of the papers' networks are not."""
     policy = build({"rgb": RGB, "depth": DEPTH, "goal": GOAL, "near": NEAR}, hidden_size=16)
+    policy.train()
     rng = np.random.default_rng(0)
     images, goals = [], []
     weights = 1.0, 0.5, 0.25
@@ -197,12 +199,28 @@ def test_running_statistics():
     plain = networks.LinearVector("goal", GOAL)
     for encoder in (of_near, plain):
         assert torch.equal(encoder(obs), encoder.layers(obs["goal"]))
-    names = [name for name, _ in policy.named_parameters()]  # these go from who learns to who acts
+    state = policy.state_dict()  # goes from who learns to who acts, and into checkpoints
+    learned = dict(policy.named_parameters())
     for encoder in ("0.image", "2"):
-        own = {
-            f"encoders.{encoder}.normalize.{name}" for name in ("mean_C", "variance_C", "rollouts")
-        }
-        assert own <= set(names)
+        for name in ("mean_C", "variance_C", "rollouts"):
+            name = f"encoders.{encoder}.normalize.{name}"
+            assert name in state and name not in learned
+
+
+@pytest.mark.parametrize("frozen", ["policy", "encoder"])
+def test_statistics_stay_in_evaluation_mode(frozen):
+    """While a policy acts, its statistics do not move; if one encoder is in evaluation mode, its
+    statistics alone stay."""
+    policy = build({"rgb": RGB, "goal": GOAL}, hidden_size=16).train()
+    of_rgb, _ = policy.encoders
+    (policy if frozen == "policy" else of_rgb).eval()
+    before = {name: part.clone() for name, part in policy.named_buffers()}
+    obs = {"rgb": torch.full((8, 128, 128, 3), 9, dtype=torch.uint8), "goal": torch.randn(8, 3)}
+    rollout = SimpleNamespace(obs=obs, rows=8, device=torch.device("cpu"))
+    ver_ppo.update_statistics(policy, rollout, 1.0, lambda tensors: None)
+    moved = {name for name, part in policy.named_buffers() if not torch.equal(part, before[name])}
+    statistics = {f"encoders.1.normalize.{name}" for name in ("mean_C", "variance_C", "rollouts")}
+    assert moved == (set() if frozen == "policy" else statistics)
 
 
 @pytest.mark.parametrize(
@@ -222,7 +240,7 @@ def test_numbers_of_any_size(bounds, shape, unit):
     part = torch.from_numpy(rng.uniform(0, unit, (256, *shape)).astype(np.float32))
     rollout = SimpleNamespace(obs={"part": part}, rows=256, device=torch.device("cpu"))
     for high in (bounds[1], 100):
-        policy = build({"part": gym.spaces.Box(bounds[0], high, shape)}, hidden_size=16)
+        policy = build({"part": gym.spaces.Box(bounds[0], high, shape)}, hidden_size=16).train()
         ver_ppo.update_statistics(policy, rollout, 1.0, lambda tensors: None)
         (encoder,) = policy.encoders
         reader = encoder.image if len(shape) > 1 else encoder
@@ -236,7 +254,7 @@ def test_numbers_of_any_size(bounds, shape, unit):
 @pytest.mark.parametrize("num_envs, num_steps", [(2, 128), (4, 200), (9, 230)])
 def test_statistics_are_of_all_environments(num_envs, num_steps):
     """Also where the rows lie in lock-step order, so that every n-th is of the same environment."""
-    policy = build({"goal": GOAL}, hidden_size=16)
+    policy = build({"goal": GOAL}, hidden_size=16).train()
     env_S = np.tile(np.arange(num_envs), num_steps)
     part = torch.from_numpy(env_S.astype(np.float32))[:, None].expand(-1, 3)
     rollout = SimpleNamespace(obs={"goal": part}, rows=len(env_S), device=torch.device("cpu"))
@@ -324,9 +342,8 @@ def test_delayed_actions(tmp_path):
     actions, answers = [2, 0, 1, 2, 2, 0, 1, 2, 0, 1], []
     for io["action"][0] in actions:
         environment.answer()
-        answers.append(
-            (io["reward"][0].item(), round(io["obs"]["obs"][0, 0].item() * 10), bool(io["truncated"][0]))
-        )
+        steps = round(io["obs"]["obs"][0, 0].item() * 10)
+        answers.append((io["reward"][0].item(), steps, bool(io["truncated"][0])))
     carried_out = [None, *actions[:7], None, actions[8]]
     rewards = [0.0 if action is None else 0.1 * (action - 1) for action in carried_out]
     assert [answer[0] for answer in answers] == pytest.approx(rewards, abs=1e-6)
@@ -394,8 +411,8 @@ def test_delayed_environments_are_made_anew():
     assert (split, number, limit) == ("val", 3, 11) and options.env_kwargs == ("limit=11",)
     clipped = env.env
     assert isinstance(clipped, gym.wrappers.ClipReward)
-    assert isinstance(clipped["env"], wrappers.Latency)
-    assert (clipped["env"].mean_sec, clipped["env"].sigma) == (0.0005, 0.0)
+    assert isinstance(clipped.env, wrappers.Latency)
+    assert (clipped.env.mean_sec, clipped.env.sigma) == (0.0005, 0.0)
     env.reset(seed=0)
     answers = [env.step(1) for _ in range(5)]
     assert [answer[1] for answer in answers] == [0.0] + [0.05] * 4

@@ -67,11 +67,14 @@ MISTAKES = {
         # acts when an environment has given its quota
         ("collector.given_N[env_B] < collector.options.quota", "np.ones(len(env_B), bool)"),
         # idle environments: V of their last step, nothing, or no action ever again
-        ("rollout.bootstrap[collector.idle] = collector.value_of(collector.idle)", "pass"),
-        ("= collector.value_of(collector.idle)", "= 0.0"),
+        ("rollout.bootstrap[collector.idle] = value_B", "pass"),
+        ("= value_B", "= 0.0"),
         ("collector.act(idle_B)", "pass"),
         # the memory sees twice what is in flight
-        ("collector.pending.value", "collector.value_of(np.arange(3))"),
+        (
+            'collector.pending["value"]',
+            'collector.values(np.arange(3), collector.io["obs"], collector.io["first"])',
+        ),
         # an environment's start counts as a step
         ("env_B[collector.in_flight_N[env_B]]", "env_B"),
         # the quota is that of all rollouts
@@ -233,8 +236,10 @@ OTHERS = {  # more answers, by notebook and exercise, and what the check must sa
             else:
                 collector.idle.append(e)
     for e in range(3):
-        flies = collector.in_flight_N[e]
-        values = collector.pending["value"][[e]] if flies else collector.value_of(np.array([e]))
+        values = collector.pending["value"][[e]]
+        if not collector.in_flight_N[e]:
+            first = collector.io["first"][[e]]
+            values = collector.values(np.array([e]), collector.io["obs"], first)
         rollout.bootstrap[e] = values[0]""": "right",
         "def my_collect(collector, rollout):\n    rollout.rows = 12": "no answer yet",
     },

@@ -290,14 +290,14 @@ def test_takes_over_weights(tmp_path, monkeypatch, donor):
     options that hold on."""
     plant(tmp_path, 0, 128, donor, 500.0)
     plant(tmp_path, 2, 128, donor, 250.0)
-    seen, train = [], population.train
+    seen, launch = [], population.launch
 
-    def spying_train(options):
+    def spying_launch(options):
         if options.resume:
             seen.append((options, saved(tmp_path / "p" / "1" / options.resume.rsplit("/")[-1])))
-        return train(options)
+        return launch(options)
 
-    monkeypatch.setattr(population, "train", spying_train)
+    monkeypatch.setattr(population, "launch", spying_launch)
     assert member(tmp_path, 1, "--learning-rate 1e-30", steps=192) == 0
     ((options, content),) = seen
     (decided,) = decisions(tmp_path, 1)
@@ -357,22 +357,22 @@ def test_the_best_score_counts(tmp_path, monkeypatch, donor):
 
     monkeypatch.setattr(population, "evolve", spying_evolve)
     scores = iter([5.0, 9.0, 3.0, 4.0, 2.0, 1.0, 7.0, 8.0])
-    monkeypatch.setattr(population.MemberRun, "write_scalars", rewritten(scores))
+    monkeypatch.setattr(population.MemberRun, "combine", rewritten(scores))
     assert member(tmp_path, 1, steps=320) == 0  # two updates between decisions
     assert given == [(9.0, 9.0), (4.0, 4.0)]
     assert member(tmp_path, 2, steps=128) == 0
 
 
 def rewritten(scores):
-    """MemberRun.write_scalars, after which the last episodes have the next of these scores."""
-    write = population.MemberRun.write_scalars
+    """MemberRun.combine, after which the last episodes have the next of these scores."""
+    combine = population.MemberRun.combine
 
-    def written(self, *args):
-        write(self, *args)
+    def combined(self, rollout, logs):
+        steps, logs, _ = combine(self, rollout, logs)
         self.recent.clear()
-        self.recent.extend([[next(scores)] * 2] * 3)
+        return steps, logs, [[next(scores)] * 2] * 3
 
-    return written
+    return combined
 
 
 def test_entries_are_deleted(tmp_path, donor):
@@ -450,10 +450,10 @@ def test_signals_come_first(tmp_path, monkeypatch, decided):
     def signalled(run):
         os.kill(os.getpid(), signal.SIGTERM)
         if decided:
-            content = saved(run.folder)
+            content = saved(run.folder.path)
             ver_ppo.write_checkpoint(
                 content | {"recent": [], "options": content["options"] | {"gamma": 0.9}},
-                run.folder / "checkpoint.pt",
+                run.folder.path / "checkpoint.pt",
             )
             return {"gamma": 0.9}
         return None

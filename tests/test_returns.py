@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import ver_ppo
-from notebooks.extensions.overlap import add_corrected_advantages
+from notebooks.extensions.overlap import add_corrected_advantages, vtrace_advantages
 from notebooks.extensions.virtual_clock import SPEC
 
 pytestmark = pytest.mark.quick
@@ -22,9 +22,22 @@ def random_steps(seed, segments=4, steps=80):
     return numbers | {"bootstrap": rng.normal(size=segments).astype(np.float32)}
 
 
-def gae(numbers, keep_S=1.0):
-    """The shipped function; with V-trace, only so much of a step's advantage is kept."""
-    return ver_ppo.compute_advantages(**numbers, gamma=GAMMA, gae_lambda=LAMBDA * keep_S)
+def gae(numbers):
+    """The shipped function."""
+    return ver_ppo.compute_advantages(**numbers, gamma=GAMMA, gae_lambda=LAMBDA)
+
+
+def vtrace(numbers, keep_S):
+    """The shipped function, on a rollout of these numbers; `keep_S` is the share of each step's
+    advantage that is kept."""
+    steps = len(numbers["value_S"])
+    segments = len(numbers["bootstrap"])
+    rollout = ver_ppo.Rollout(SPEC, steps + 7, segments, (0, 8), torch.device("cpu"))
+    rollout.rows = steps  # it ended early
+    for name in ("segment", "reward", "done"):
+        rollout.complete[name][:] = numbers[f"{name}_S"]
+    rollout.bootstrap[:] = numbers["bootstrap"]
+    return vtrace_advantages(rollout, numbers["value_S"], keep_S, GAMMA, LAMBDA)
 
 
 def rest_of_episode(n, step):
@@ -56,14 +69,32 @@ def test_gae_against_definition(seed):
     )
 
 
-@pytest.mark.parametrize("keep", [1.0, 0.7])
-def test_nothing_leaks_across_borders(keep):
+@pytest.mark.parametrize("seed", range(20))
+def test_vtrace_keeps_all(seed):
+    """V-trace's loop where all of every step's advantage is kept is GAE, bit for bit."""
+    numbers = random_steps(seed)
+    one_S = np.ones(80, np.float32)
+    np.testing.assert_array_equal(vtrace(numbers, one_S), gae(numbers))
+    less_S = np.full(80, 0.7, np.float32)
+    assert (vtrace(numbers, less_S) != gae(numbers)).any()
+
+
+WAYS = {
+    "GAE": gae,
+    "V-trace, all is kept": lambda numbers: vtrace(numbers, np.ones(80)),
+    "V-trace": lambda numbers: vtrace(numbers, np.full(80, 0.7)),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_nothing_leaks_across_borders(way):
     """A million planted just beyond the end of each episode, or of its segment, changes nothing
     before it, and nothing in other segments: neither in GAE nor in V-trace."""
-    keep_S = np.full(80, keep)
+    advantages = WAYS[way]
     numbers = random_steps(1)
     numbers["done_S"][[np.flatnonzero(numbers["segment_S"] == s)[-1] for s in (0, 1)]] = True
-    clean, at_the_end = gae(numbers, keep_S), 0
+    clean = advantages(numbers)
+    at_the_end = 0
     for step in np.flatnonzero(numbers["done_S"]):
         planted = {name: column.copy() for name, column in numbers.items()}
         mine = numbers["segment_S"] == numbers["segment_S"][step]
@@ -73,7 +104,7 @@ def test_nothing_leaks_across_borders(keep):
             planted["bootstrap"][numbers["segment_S"][step]] = 1e6
             at_the_end += 1
         kept = ~mine | (np.arange(80) <= step)
-        np.testing.assert_array_equal(gae(planted, keep_S)[kept], clean[kept])
+        np.testing.assert_array_equal(advantages(planted)[kept], clean[kept])
     assert at_the_end >= 2 and numbers["done_S"].sum() >= 12
 
 
@@ -125,7 +156,8 @@ def test_vtrace_against_definition(seed):
     policy, rollout, options, numbers = make_rollout(random_steps(seed), ratio_S)
     add_corrected_advantages(policy, rollout, options)
     expected = vtrace_by_definition(numbers, ratio_S)
-    np.testing.assert_allclose([rollout["returns"], rollout["advantage"]], expected, rtol=1e-3, atol=1e-4)
+    found = [rollout["returns"], rollout["advantage"]]
+    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4)
     assert (rollout["weight"] == ver_ppo.importance_weights(rollout["segment"], 4)).all()
 
 
@@ -149,13 +181,12 @@ def test_returns_of_a_rollout():
     ver_ppo.add_advantages(rollout, options)
     numbers = {name: column[:60] for name, column in numbers.items()}
     np.testing.assert_array_equal(rollout["advantage"][:60], gae(numbers))
-    np.testing.assert_array_equal(rollout["returns"][:60], rollout["advantage"][:60] + numbers["value_S"])
-    np.testing.assert_array_equal(
-        rollout["weight"][:60], ver_ppo.importance_weights(numbers["segment_S"], 4)
-    )
-    assert not (
-        rollout["advantage"][60:].any() or rollout["returns"][60:].any() or rollout["weight"][60:].any()
-    )
+    returns_S = rollout["advantage"][:60] + numbers["value_S"]
+    np.testing.assert_array_equal(rollout["returns"][:60], returns_S)
+    weight_S = ver_ppo.importance_weights(numbers["segment_S"], 4)
+    np.testing.assert_array_equal(rollout["weight"][:60], weight_S)
+    for name in ("advantage", "returns", "weight"):
+        assert not rollout[name][60:].any(), name
 
 
 @pytest.mark.parametrize("seed", range(20))

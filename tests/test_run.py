@@ -1,6 +1,8 @@
 """Whole runs: they learn, can be repeated and resumed, are evaluated, and refuse bad input."""
 
+import itertools
 import json
+import math
 import os
 import re
 import shutil
@@ -18,6 +20,7 @@ import pytest
 import torch
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import nn
 
 import ver_ppo
 from notebooks.extensions import play
@@ -187,11 +190,11 @@ def test_resume_with_workers(tmp_path, capsys, where):
     assert ver_ppo.main(["--resume", str(folder), "--total-timesteps", "512"]) == 0
     assert "--total-timesteps: 512 (the checkpoint has 256)" in capsys.readouterr().out
     assert saved(folder)["step"] == 512 and saved(folder)["update"] == 8
-    options = [ver_ppo.Options(total_timesteps=256 if k < 4 else 512) for k in range(8)]
-    rates = {
-        64 * k + 64: pytest.approx(2e-3 * ver_ppo.decay_at(64 * k, o))
-        for k, o in enumerate(options)
-    }
+    rates = {}
+    for k in range(8):
+        options = ver_ppo.Options(total_timesteps=256 if k < 4 else 512)
+        decay = ver_ppo.Run.decay(SimpleNamespace(step=64 * k, options=options))
+        rates[64 * k + 64] = pytest.approx(2e-3 * decay)
     assert logged(folder, "charts/learning_rate") == rates
     assert run_folders(tmp_path) == [folder] and nobody_left()
 
@@ -337,7 +340,8 @@ def test_evaluation_plays_a_fixed_list(monkeypatch):
     spec = ver_ppo.describe_env(options)
     policy = ver_ppo.Policy(spec, options)
     found = [
-        ver_ppo.play_episodes(policy, spec, replace(options, num_workers=workers)) for workers in (0, 2)
+        ver_ppo.play_episodes(policy, spec, replace(options, num_workers=workers))
+        for workers in (0, 2)
     ]
     assert found[0].shape == (10, 2) and (found[0][:, 1] == 7).all()
     np.testing.assert_allclose(np.sort(found[0], axis=0), np.sort(found[1], axis=0))
@@ -375,7 +379,7 @@ class Clocks:
     spec = SimpleNamespace(choices=[2, 3], action_dims=2)
 
     def __init__(self, step_sec, busy, reset_sec=0.0, fails_at=None):
-        self.io = SimpleNamespace(action=np.zeros((1, 2), int))
+        self.io = {"action": np.zeros((1, 2), int)}
         self.step_sec, self.busy = step_sec, busy
         self.reset_sec, self.fails_at = reset_sec, fails_at
         self.clock, self.cpu, self.steps, self.actions = 0.0, 0.0, 0, set()
@@ -617,13 +621,38 @@ LIMITS = [
     ("sync", (0.7, 0.1, 0.2, 0.6), "waiting for stragglers takes 70 % of the time: try --sampler"),
     ("ver", (0.2, 0.5, 0.3, 0.9), "inference takes 50 % of the time: try a GPU"),
     ("ver", (0.2, 0.3, 0.5, 0.1), "learning takes 50 % of the time: try a GPU"),
-    ("ver", (0.2, 0.1, 0.1, 0.1), "all else takes 60 % of the time: try ranks"),
+    ("ver", (0.2, 0.1, 0.1, 0.1), "all else takes 60 % of the time: try fewer --extensions, or no"),
 ]
 
 
 @pytest.mark.parametrize("sampler, shares, words", LIMITS)
 def test_what_limits(sampler, shares, words):
-    assert ver_ppo.what_limits(ver_ppo.Options(sampler=sampler), *shares).startswith(words)
+    options = ver_ppo.Options(sampler=sampler, device="cpu")
+    assert ver_ppo.what_limits(options, *shares).startswith(words)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "cuda:1"])
+def test_who_has_a_gpu_needs_none(device):
+    """Other advice is the same on every device."""
+    options = ver_ppo.Options(device=device)
+    sizes = "more --num-envs and fewer --num-steps"
+    cure = f"a GPU, or {sizes}" if device == "cpu" else sizes
+    for shares, what in {(0.2, 0.5, 0.3): "inference", (0.2, 0.3, 0.5): "learning"}.items():
+        line = ver_ppo.what_limits(options, *shares, 0.1)
+        assert line == f"{what} takes 50 % of the time: try {cure}"
+    waits = ver_ppo.what_limits(options, 0.8, 0.1, 0.1, 0.1)
+    assert waits.endswith("try more --num-envs, --num-workers, or CPU cores")
+
+
+@pytest.mark.parametrize("ranks", [None, "1", "2"])
+def test_advice_about_ranks_is_for_ranks(monkeypatch, ranks):
+    """A process alone waits for no other."""
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    if ranks:
+        monkeypatch.setenv("WORLD_SIZE", ranks)
+    cure = "ranks that are equally fast" if ranks == "2" else "fewer --extensions, or no --debug"
+    line = ver_ppo.what_limits(ver_ppo.Options(), 0.2, 0.1, 0.1, 0.1)
+    assert line == f"all else takes 60 % of the time: try {cure}"
 
 
 def test_what_limits_a_run(tmp_path, capfd):
@@ -694,18 +723,142 @@ def test_memory_task(tmp_path):
 
 
 def test_threads_of_learning(monkeypatch):
-    """One for each core; one alone for 30 updates, where this thread had to wait for its core."""
+    """One for each core; one alone for 10 updates, where this thread had to wait for its core: from
+    the last time on that it had to."""
     monkeypatch.setattr(ver_ppo, "count_cores", lambda: 3)
     options = ver_ppo.Options()
-    run = SimpleNamespace(options=options, crowded=0)
+    learner = ver_ppo.LearnerThreads(options)
     threads = []
-    for update in range(34):
-        delays = iter([5.0, 5.0 + (update == 1)])  # before and after learning
+    for update in range(33):
+        delays = iter([5.0, 5.0 + (update in (1, 14, 18))])  # before and after learning
         monkeypatch.setattr(ver_ppo, "run_delay_sec", lambda: next(delays))
-        with ver_ppo.Run.learning(run):
+        with learner.chosen():
             threads.append(torch.get_num_threads())
-    assert threads == [3, 3, *[1] * 30, 3, 3]
-    run.options = replace(options, learner_threads=2)
+    assert ver_ppo.CROWDED_UPDATES == 10
+    assert threads == [3, 3, *[1] * 10, 3, 3, 3, *[1] * 4, *[1] * 10, 3, 3, 3, 3]
+    learner.options = replace(options, learner_threads=2)
     monkeypatch.setattr(ver_ppo, "run_delay_sec", lambda: 0.0)
-    with ver_ppo.Run.learning(run):
+    with learner.chosen():
         assert torch.get_num_threads() == 2
+
+
+# prints the variable as it is when torch is first imported, and afterwards
+SPINS = """
+import os
+import sys
+
+seen = []
+
+
+def note(event, args):
+    if event == "import" and args[0] == "torch":
+        seen.append(os.environ.get("GOMP_SPINCOUNT"))
+
+
+sys.addaudithook(note)
+import {module}
+
+print(seen[0], os.environ["GOMP_SPINCOUNT"])
+"""
+
+
+PROGRAMS = "ver_ppo", "ver_multigpu", "notebooks.extensions.population"
+
+
+@pytest.mark.parametrize("module, given", [*((name, None) for name in PROGRAMS), ("ver_ppo", "7")])
+def test_threads_do_not_spin_for_long(module, given):
+    """OpenMP reads its variable once, when torch loads it: 1000, or what the user has set."""
+    environment = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
+    if given:
+        environment["GOMP_SPINCOUNT"] = given
+    command = [sys.executable, "-c", SPINS.format(module=module)]
+    more = {"cwd": ROOT, "env": environment, "capture_output": True, "text": True}
+    done = subprocess.run(command, **more)
+    assert done.stdout.split() == [given or "1000"] * 2, done
+
+
+QUOTAS = {  # the files of a container, and how many cores they give
+    "version 2": ({"cpu.max": "200000 100000\n"}, 2.0),
+    "version 2, half a core": ({"cpu.max": "50000 100000\n"}, 0.5),
+    "version 2, no limit": ({"cpu.max": "max 100000\n"}, math.inf),
+    "version 1": ({"cpu/cpu.cfs_quota_us": "300000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 3.0),
+    "version 1, no limit": (
+        {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"},
+        math.inf,
+    ),
+    "nothing there": ({}, math.inf),
+    "nonsense": ({"cpu.max": "", "cpu/cpu.cfs_quota_us": "some"}, math.inf),
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("container", QUOTAS)
+def test_cores_of_a_container(tmp_path, monkeypatch, container, ranks):
+    """A container's quota bounds the cores, which the ranks of a machine share; one is always
+    there."""
+    files, quota = QUOTAS[container]
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert ver_ppo.container_cores(tmp_path) == quota
+    own = ver_ppo.container_cores
+    monkeypatch.setattr(ver_ppo, "container_cores", lambda: own(tmp_path))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    assert ver_ppo.count_cores() == max(1, int(min(6, quota)) // ranks)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3})
+    assert ver_ppo.count_cores() == 1
+
+
+class Moody(ver_ppo.Policy):
+    """Behaves differently in training: with batch normalization and dropout behind its encoders.
+    Notes in which mode it acts and learns, which its parts share."""
+
+    noted = []
+
+    def __init__(self, spec, options):
+        super().__init__(spec, options)
+        self.normal = nn.BatchNorm1d(self.features + ver_ppo.ACTION_FEATURES)
+        self.dropout = nn.Dropout(0.5)
+
+    def encode(self, *inputs):
+        return self.dropout(self.normal(super().encode(*inputs)))
+
+    def note(self, what):
+        (training,) = {module.training for module in self.modules()}
+        self.noted.append((what, training))
+        return training
+
+    def step(self, *inputs):
+        assert not self.note("step")  # in whatever process this is
+        return super().step(*inputs)
+
+    def sequences(self, *inputs):
+        self.note("sequences")
+        return super().sequences(*inputs)
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_modes_of_a_policy(tmp_path, where):
+    """It acts in evaluation mode, in training and in evaluations, and learns in training mode; its
+    buffers are in the checkpoint, and go on from there. V-trace looks at it as it acts."""
+    line = "--env-id CartPole-v1 --num-minibatches 4 --num-workers"
+    line += " 0" if where == "here" else " 1"
+    line += " --total-timesteps 192 --eval-episodes 2 --debug --policy tests.test_run:Moody"
+    Moody.noted.clear()
+    folder = run_here(tmp_path, line, *WHERE[where])
+    learned = [training for what, training in Moody.noted if what == "sequences"]
+    corrected = [] if where == "here" else [False] * 4
+    assert learned == 3 * [*corrected, *[True] * 8]  # two epochs
+    phases = [what for what, _ in itertools.groupby(what for what, _ in Moody.noted)]
+    # with overlap, another process collects
+    turns = ["step", "sequences"] * 3 if where == "here" else ["sequences"]
+    assert phases == [*turns, "step"]
+    weights = saved(folder)["policy"]
+    assert weights["normal.num_batches_tracked"] == 3 * 8
+    assert weights["normal.running_mean"].any() and (weights["normal.running_var"] != 1).any()
+    Moody.noted.clear()
+    assert ver_ppo.main(["--checkpoint", str(folder)]) == 0
+    assert Moody.noted and set(Moody.noted) == {("step", False)}
+    assert ver_ppo.main(["--resume", str(folder), "--total-timesteps", "256"]) == 0
+    assert saved(folder)["policy"]["normal.num_batches_tracked"] == 4 * 8

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 import ver_ppo
-from notebooks.extensions.overlap import add_corrected_advantages
+from notebooks.extensions.overlap import add_corrected_advantages, flat_weights, set_weights
 from notebooks.extensions.virtual_clock import (
+    SPEC,
     VirtualWorkers,
     assert_nothing_is_lost,
     build,
@@ -76,7 +77,7 @@ def test_equal_speeds_make_all_samplers_alike():
             c.collect(rollout)
             order = np.argsort(rollout["env"], kind="stable")
             columns = [
-                rollout.table[names][order],
+                rollout.records[names][order],
                 rollout.obs["obs"][order],
                 rollout.state[order],
                 rollout.bootstrap.copy(),
@@ -137,6 +138,7 @@ MODES = {
     "overlap": {"extensions": ("overlap",)},
     "overlap, sync": {"extensions": ("overlap",), "sampler": "sync"},
     "overlap, inline environments": {"extensions": ("overlap",), "num_workers": 0},
+    "overlap, more buffers": {"extensions": ("overlap",), "policy": "tests.envs:Normed"},
     "async": {"extensions": ("async",)},
     "async, inline environments": {"extensions": ("async",), "num_workers": 0},
 }
@@ -144,8 +146,8 @@ MODES = {
 
 @contextlib.contextmanager
 def collecting(**changes):
-    """The source of rollouts, as `train` uses it, and the policy. Afterwards, no process is
-    left."""
+    """A run without a folder, and its source of rollouts, as `train` uses it. Afterwards, no
+    process is left."""
     options = ver_ppo.Options(
         **{"env_id": "tests.envs:Count-v0", "num_workers": 3, "hidden_size": 8} | changes
     )
@@ -155,13 +157,13 @@ def collecting(**changes):
         assert time.monotonic() < deadline, "no rollout comes"
 
     run_class = ver_ppo.extend(ver_ppo.Run, options)
-    run = run_class.__new__(run_class)  # without a folder
-    run.options, run.step, run.update, run.enough = options, 400, 5, enough
-    run.spec, run.policy = spec, policy = ver_ppo.build(options)
-    torch.nn.init.normal_(policy.actor.weight)
-    torch.nn.init.ones_(policy.critic.scale)  # else all values are 0
+    run = run_class.__new__(run_class)
+    run.options, run.step, run.version, run.enough = options, 400, 5, enough
+    run.spec, run.policy = ver_ppo.build(options)
+    torch.nn.init.normal_(run.policy.actor.weight)
+    torch.nn.init.ones_(run.policy.critic.scale)  # else all values are 0
     with contextlib.closing(run.rollouts()) as source:
-        yield policy, source
+        yield run, source
     assert not torch.multiprocessing.active_children()
 
 
@@ -174,13 +176,15 @@ def test_every_mode_loses_nothing(mode):
     expected = [None] * num_envs  # the next observation of each environment
     with collecting(
         num_envs=num_envs, num_steps=num_steps, wrappers=latency(1, 0.8), **MODES[mode]
-    ) as (policy, source):
+    ) as (run, source):
+        policy = run.policy
         for version in range(5, 17):
+            run.version = version  # as `Run.log` counts
             rollout = next(source)
             ver_ppo.check_rollout(rollout, version, 8 if "async" in mode else "overlap" in mode)
             assert rollout.rows == num_envs * num_steps
             for e, (count, offset), row in zip(
-                rollout["env"], rollout.obs["obs"].tolist(), rollout.table
+                rollout["env"], rollout.obs["obs"].tolist(), rollout.records
             ):
                 assert row["first"] == (count == 0)
                 assert expected[e] is None or expected[e] == (
@@ -199,7 +203,7 @@ def test_every_mode_loses_nothing(mode):
                 steps = np.flatnonzero(rollout["version"] == used)
                 names = "prev_action", "first", "action", "log_prob", "value"
                 prev_action, first, *known = (
-                    torch.from_numpy(rollout.table[name][steps]) for name in names
+                    torch.from_numpy(rollout[name][steps]) for name in names
                 )
                 policy.load_state_dict(policies[used])
                 with torch.no_grad():
@@ -213,20 +217,88 @@ def test_every_mode_loses_nothing(mode):
             lags.append(version - rollout["version"])
             policy.load_state_dict(policies[version])
             time.sleep(0.02)
-            with torch.no_grad():  # an update that changes every probability
-                for weight in policy.parameters():
-                    weight += 0.05 * torch.randn_like(weight)
+            with torch.no_grad():  # an update that changes every probability, by buffers, too
+                for part in policy.state_dict().values():
+                    if part.is_floating_point():
+                        part += 0.05 * torch.randn_like(part)
+                    else:
+                        part += 1
     lag = np.concatenate(lags[2:])
-    most = 5 if "async" in mode else ("overlap" in mode) + (mode in ("ver", "overlap"))
+    carried = mode in ("ver", "overlap", "overlap, more buffers")
+    most = 5 if "async" in mode else ("overlap" in mode) + carried
     assert 0 == lag.min() and lag.max() <= most
     assert lag.any() == (mode not in ("nover", "sync")) and (most < 1 or lag.mean() < most)
+
+
+def test_weights_are_copied_whole():
+    """All weights and buffers reach the policy that acts, with their types and exact values, also
+    those that are integers."""
+    options = ver_ppo.Options(hidden_size=8, policy="tests.envs:Normed")
+    learner, actor = [ver_ppo.make_policy(SPEC, options) for _ in range(2)]
+    learner.train()
+    for _ in range(3):
+        learner.heads(3 + 2 * torch.randn(20, 8))
+    learner.normalize.num_batches_tracked += 2**23  # far more updates than any run makes
+    for part in [learner.critic.scale, *learner.encoders[0].normalize.buffers()]:
+        part += torch.rand_like(part)
+    expected = {name: part.clone() for name, part in learner.state_dict().items()}
+    integers = [name for name, part in expected.items() if not part.is_floating_point()]
+    assert integers == ["normalize.num_batches_tracked"]
+    before = actor.state_dict()
+    assert any(not torch.equal(before[name], expected[name]) for name in integers)
+    vector = flat_weights(learner)
+    assert vector.shape == (sum(part.numel() for part in expected.values()),)
+    set_weights(actor, vector)
+    found = actor.state_dict()
+    assert found.keys() == expected.keys()
+    for name, part in expected.items():
+        assert found[name].dtype == part.dtype and torch.equal(found[name], part), name
+    for part in learner.state_dict().values():  # the vector is a copy
+        part.zero_()
+    assert all(torch.equal(found[name], part) for name, part in expected.items())
+
+
+def write_rows(table, pipe):
+    """Body of another process: write into the table, then send a column twice."""
+    table["number"][:] = [3, 1, 4]
+    table["part"]["x"][1] = 2.5
+    pipe.send(table["number"].tolist())
+    pipe.recv()
+    pipe.send(table["number"].tolist())
+
+
+def test_shared_tables():
+    """What another process writes into a shared table is in this one, and the other way round."""
+    part = np.dtype([("x", np.float32, (2,))], align=True)
+    table = ver_ppo.Table(3, [("flag", bool), ("number", int), ("part", part)])
+    assert not table.memory.is_shared()
+    table["flag"][:] = True
+    table.share()
+    assert table.memory.is_shared() and table["flag"].all()  # it keeps its numbers
+    assert "records" not in table.__getstate__()  # else its numbers would be sent, too
+    context = ver_ppo.process_context()
+    mine, other = context.Pipe()
+    process = context.Process(target=write_rows, args=(table, other))
+    process.start()
+    try:
+        assert mine.poll(60) and mine.recv() == [3, 1, 4]
+        assert table["number"].tolist() == [3, 1, 4]
+        assert table["part"]["x"].tolist() == [[0, 0], [2.5, 2.5], [0, 0]]
+        assert table["flag"].all()
+        table["number"][2] = 9
+        mine.send("look")
+        assert mine.poll(60) and mine.recv() == [3, 1, 9]
+        process.join(60)
+        assert process.exitcode == 0
+    finally:
+        ver_ppo.end_process(process, 0)
 
 
 @pytest.mark.parametrize("mode, wait_sec", [("overlap", 0), ("overlap", 2), ("async", 0)])
 def test_collecting_process_dies(mode, wait_sec):
     """The death of the collecting process ends the run with its exit code, in seconds, also when it
     has handed its rollout over and waits."""
-    with collecting(num_envs=4, num_steps=16, **MODES[mode]) as (policy, source):
+    with collecting(num_envs=4, num_steps=16, **MODES[mode]) as (_, source):
         next(source)
         time.sleep(wait_sec)
         (process,) = torch.multiprocessing.active_children()
@@ -291,9 +363,9 @@ def test_double_buffering():
             "num_workers": 1,
             "wrappers": latency(10, 0),
         }
-        with collecting(**options) as (policy, source):
-            step = policy.step
-            policy.step = lambda *args: (time.sleep(0.006), step(*args))[1]
+        with collecting(**options) as (run, source):
+            step = run.policy.step
+            run.policy.step = lambda *args: (time.sleep(0.006), step(*args))[1]
             next(source)
             rollout = next(source)
         idle[num_envs] = 1 - rollout["step_sec"].sum() / (rollout.clock[1] - rollout.clock[0])

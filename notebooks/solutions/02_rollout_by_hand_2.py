@@ -20,4 +20,6 @@ def my_collect(collector, rollout):
         collector.idle = np.append(collector.idle, env_B[~wanted_B])
     rollout.bootstrap[:] = collector.pending["value"]
     if len(collector.idle):
-        rollout.bootstrap[collector.idle] = collector.value_of(collector.idle)
+        first_B = collector.io["first"][collector.idle]
+        value_B = collector.values(collector.idle, collector.io["obs"], first_B)
+        rollout.bootstrap[collector.idle] = value_B

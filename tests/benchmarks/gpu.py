@@ -58,7 +58,7 @@ def inspect(arguments):
     with harness.collecting(arguments) as (run, source):
         rollout = next(source)
         device = rollout.device
-        run.add_advantages(rollout)
+        run.advantages(rollout)
         found = compare_log_probs(run.policy, rollout)
         harness.learn(run, rollout)  # makes what is made only once
         found["collecting"] = profile(lambda: next(source), device)

@@ -217,8 +217,7 @@ def collecting(arguments, checkpoint=None):
 
 def learn(run, rollout):
     """One update of a run, from all of a rollout."""
-    learned = run.add_advantages(rollout)
-    ver_ppo.ppo_update(run.policy, run.optimizer, learned, run.options)
+    run.update(run.advantages(rollout))
 
 
 # ----------------------------------------------------------------------------------- Measurements

@@ -271,7 +271,9 @@ def latency(args):
             began_at, ended_at, _ = rollout.clock
             rate = rollout.rows / (ended_at - began_at)
             # the sleeps themselves are measured, inside the workers, in the steps of this rollout
-            bound = (np.bincount(rollout["env"]) / np.bincount(rollout["env"], rollout["step_sec"])).sum()
+            steps_N = np.bincount(rollout["env"])
+            sec_N = np.bincount(rollout["env"], rollout["step_sec"])
+            bound = (steps_N / sec_N).sum()
             print(f"{rate:.0f} steps/s of {bound:.0f} = {rate / bound:.3f}", flush=True)
             shares.append(rate / bound)
     harness.keep(args, "latency", found={"share_of_bound": shares[1:]})  # one warms up
