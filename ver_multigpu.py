@@ -155,19 +155,19 @@ class Ranks:
             if known:
                 raise known
 
-    def add(self, rollout, more):
-        """Add to the counter of a rollout, which all ranks see at any time, and return it. Not a
-        collective."""
-        return self.call(self.store.add, self.counter(rollout), more)
+    def add(self, version, more):
+        """Add to the counter of a rollout, named by its policy's version, and return it. All ranks
+        see it at any time: this is not a collective."""
+        return self.call(self.store.add, self.counter(version), more)
 
-    def counter(self, rollout):
+    def counter(self, version):
         """The key of a rollout's counter in the store."""
-        return f"start {self.start} rollout {rollout}"
+        return f"start {self.start} rollout {version}"
 
-    def forget(self, rollout):
+    def forget(self, version):
         """Delete the counter of a rollout that all ranks have left."""
         if self.rank == 0:
-            self.call(self.store.delete_key, self.counter(rollout))
+            self.call(self.store.delete_key, self.counter(version))
 
     def close(self):
         """Part from the others, once."""
@@ -277,7 +277,7 @@ def fill_up(learned, newest, rollout):
     """
     fresh = np.arange(rollout.rows)
     rest = np.arange(rollout.rows, learned.capacity)
-    oldest_first = np.r_[newest : learned.capacity, 0:newest]
+    oldest_first = np.r_[newest : learned.capacity, 0:newest]  # the last rollout comes last
     learned.copy(rest, learned, oldest_first[rollout.rows :])
     learned.copy(fresh, rollout, fresh)
     learned["segment"][rest] = learned.num_envs + learned["env"][rest]
@@ -286,7 +286,7 @@ def fill_up(learned, newest, rollout):
 # ------------------------------------------------------------------------------------------ Train
 
 NO_LIMIT = 1 << 40  # more than any counter reaches
-STOP = 1 << 50  # what a rank adds that cannot go on
+STOP = 1 << 50  # what a rank adds that cannot continue: more than any limit, so all rollouts end
 FOLDER_KEY = "run folder"
 SEED_OF_RANK = 4
 
@@ -296,7 +296,7 @@ class RankRun(ver_ppo.Run):
     add to, of complete steps (optimal) or of ranks that are done (threshold): when it reaches
     `limit`, a rollout ends as it is."""
 
-    # all ranks raise these together
+    # the ranks raise these at the same place
     exceptions_that_save = Interrupted, EnvironmentFailure, FloatingPointError
 
     def __init__(self, options):
@@ -363,8 +363,8 @@ class RankRun(ver_ppo.Run):
 
     def average(self, tensors):
         """As Ranks.average. A rank that got a signal says so here, and all leave the update before
-        the next optimizer step: torchrun kills those that have not ended after 30 s. The checkpoint
-        then holds the weights of a part of the update, with the counters before it."""
+        the next optimizer step: torchrun kills those that have not ended after 30 s. A checkpoint
+        then has the weights after a part of the update, with the counters before it."""
         stops = tensors[0].new_tensor([float(self.signal is not None)])
         self.ranks.average([*tensors, stops])
         if stops.item():
@@ -460,7 +460,7 @@ class RankRun(ver_ppo.Run):
             super().save()
         except OSError as error:
             failure = error
-        # wait for rank 0: torchrun kills it as soon as another rank exits
+        # wait for rank 0: torchrun kills it as soon as another rank exits with an error
         self.ranks.agree(failure)
 
     def evaluate(self):

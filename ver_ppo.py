@@ -188,8 +188,8 @@ def train(run):
         while run.step < run.options.total_timesteps:
             rollout = run.next_rollout(source)  # Collector.collect
             with run.learning() as logs:
-                steps = run.advantages(rollout)  # add_advantages; these are the rollout's steps
-                logs.update(run.update(steps))  # ppo_update
+                learned = run.advantages(rollout)  # add_advantages; here: the rollout itself
+                logs.update(run.update(learned))  # ppo_update
             run.log(rollout, logs)
     run.evaluate()
 
@@ -412,8 +412,8 @@ class EnvIO(Table):
     worker sends the number back. Otherwise it belongs to the process that collects. So no lock is
     needed: nobody reads a row while it is being written.
 
-    `lost` is set when an action is sent, and cleared once the step is in the row. A worker that
-    starts and finds it set knows that the worker before it died in that step.
+    `unfinished` is set when an action is sent, and cleared once the whole answer is in the row. A
+    worker that starts and finds it set knows that the worker before it died in that step.
     """
 
     def __init__(self, spec, num_envs, first_episode=0):
@@ -426,7 +426,8 @@ class EnvIO(Table):
             ("reward", np.float32),
             ("terminated", bool),
             ("truncated", bool),
-            ("lost", bool),  # the environment has not taken the step yet, or crashed in it
+            ("unfinished", bool),  # the environment has not taken the step yet, or crashed in it
+            ("lost", bool),  # this answer was made up after a crash (`lose_step`)
             ("episode", int),  # number of the episode that `obs` belongs to
             ("episode_stats", float, (len(spec.episode_columns),)),  # of the last whole episode
             ("began_at", float),  # when the simulator started on its last step (perf_counter) ...
@@ -553,14 +554,14 @@ class Environment:
         """Make the environment, and answer with its first observation.
 
         If it takes the place of one that crashed, this answer also completes the step in flight.
-        That step is lost, even if its answer is in the row already: its episode cannot continue.
-        Only a step that has ended its episode is kept. (At the very first start there is no step,
-        and nobody reads what `lose_step` writes.)
+        That step survives only if it was finished and had ended its episode. Otherwise the episode
+        cannot continue, and the step is lost. (At the very first start no step is in flight, and
+        nobody reads what `lose_step` writes.)
         """
         io = self.io
         e = self.number
         ended = io["terminated"][e] or io["truncated"][e]
-        if io["lost"][e] or not ended:
+        if io["unfinished"][e] or not ended:
             lose_step(io, e)
         self.env = make_env(self.options, self.split, self.number)
         self.reset()
@@ -604,7 +605,8 @@ class Environment:
         self.write(io["final_obs" if ended else "obs"], observation)
         io["began_at"][e] = began_at
         io["step_sec"][e] = time.perf_counter() - began_at
-        io["lost"][e] = False  # the step is in the row: a crash in the reset does not lose it
+        io["lost"][e] = False
+        io["unfinished"][e] = False  # from here on, a crash in the reset does not lose the step
         if ended:
             self.reset()
             io["step_sec"][e] = time.perf_counter() - began_at
@@ -802,7 +804,7 @@ class Collector:
         """
         needed = self.options.num_envs if self.options.sampler == "sync" else 1
         began_at = time.perf_counter()
-        self.answered += self.workers.receive(0)
+        self.answered += self.workers.receive(0)  # all that are there, whatever is left from before
         if len(self.answered) < needed:
             self.answered += self.workers.receive(0.05)
         self.waited_sec += time.perf_counter() - began_at
@@ -855,7 +857,7 @@ class Collector:
         self.in_flight_N[env_B] = True
 
         io["action"][env_B] = pending["action"][env_B]
-        io["lost"][env_B] = True  # until the environment has taken the step
+        io["unfinished"][env_B] = True
         pending["sent_at"][env_B] = time.perf_counter()
         self.workers.send(env_B)
 
@@ -881,8 +883,8 @@ class Collector:
         self.in_flight_N[env_B] = False
         truncated_B = io["truncated"][env_B]
         if truncated_B.any():
-            goes_on_B = np.zeros(truncated_B.sum(), bool)  # `final_obs` does not begin an episode
-            value_B = self.values(env_B[truncated_B], io["final_obs"], goes_on_B)
+            first_B = np.zeros(truncated_B.sum(), bool)  # `final_obs` continues its episode
+            value_B = self.values(env_B[truncated_B], io["final_obs"], first_B)
             rollout["reward"][row_B[truncated_B]] += self.options.gamma * value_B
 
     def bootstrap_values(self):
@@ -1090,9 +1092,9 @@ def ppo_loss(distribution, value_M, batch, log_ent_coef, options):
     `batch["weight"]`. Returns the loss and a dictionary of what to log.
 
     `batch` holds M old actions, log-probabilities, normalized advantages, returns and weights, and
-    `scale`, the unit in which values are learned. The entropy coefficient exp(log_ent_coef) is
-    fixed. With --target-entropy it is learned under the constraint entropy >= target (VER section
-    4): it grows while the plain mean of the entropy is below the target.
+    `scale`, the unit in which values are learned. Without --target-entropy, the entropy coefficient
+    exp(log_ent_coef) is fixed. With it, the coefficient is learned under the constraint entropy >=
+    target (VER section 4): it grows while the plain mean of the entropy is below the target.
     """
     weight_M = batch["weight"]
     advantage_M = batch["norm_advantage"]
@@ -1218,8 +1220,8 @@ class Run:
         """Build all that training needs. Raises UserError."""
         check_process()
         self.spec, self.policy = build(options)
-        device = next(self.policy.parameters()).device
-        self.options = replace(options, device=str(device))  # as in `build`: with its number
+        device = next(self.policy.parameters()).device  # not `auto` or `cuda`, but `cuda:0`, say
+        self.options = replace(options, device=str(device))
         self.step = 0  # environment steps learned from
         self.version = 0  # updates made
         self.recent = deque(maxlen=100)  # episode_stats of the last episodes
@@ -1227,11 +1229,13 @@ class Run:
         self.signal = None
         self.threads = LearnerThreads(self.options)
         self.optimizer = self.make_optimizer()
+        # now, since `restore` brings back rates that have decayed
         self.learning_rates = [group["lr"] for group in self.optimizer.param_groups]
         self.restore()
         set_up_memory()
-        self.saved_step = self.step
         self.first_step = self.step
+        self.saved_step = self.step
+        self.is_saved = False  # this process has written a checkpoint of all that was learned
         self.folder = self.open_folder()
 
     def make_optimizer(self):
@@ -1343,6 +1347,7 @@ class Run:
         steps, logs, episodes = self.combine(rollout, logs)
         self.step += steps
         self.version += 1
+        self.is_saved = False
         self.recent.extend(episodes)
         logs["charts/SPS_update"] = steps / logs["time/cycle_sec"]
         logs["charts/SPS"] = (self.step - self.first_step) / self.stopwatch.passed_sec()
@@ -1362,18 +1367,18 @@ class Run:
     def save(self):
         """Write a checkpoint, unless this process has written one at this step. Raises OSError if
         that fails, as on a full disk; the checkpoint before stays."""
-        has_written = self.saved_step > self.first_step
-        if has_written and self.saved_step == self.step:
+        if self.is_saved:
             return
         self.folder.write_checkpoint(run_state(self))
         self.saved_step = self.step
+        self.is_saved = True
 
     def evaluate(self):
         """Evaluate what was learned."""
         self.folder.close_bar()
         if self.options.eval_episodes:
             means = report_evaluation(self.policy, self.spec, self.options)
-            if self.step > self.first_step:  # else they are in the curves already
+            if self.step > self.first_step:  # or an earlier process has evaluated the same
                 self.folder.write_scalars(means, self.step)
 
     def close(self):
@@ -1401,11 +1406,11 @@ def make_env(options, split="train", number=0):
     Environments that are registered with arguments named `options`, `split` or `number` receive
     these. Other environments differ in their seeds alone.
     """
-    spec = load(options.env_id, "--env-id")
+    registered = load(options.env_id, "--env-id")
     known = {"options": options, "split": split, "number": number}
-    arguments = {name: value for name, value in known.items() if name in spec.kwargs}
+    arguments = {name: value for name, value in known.items() if name in registered.kwargs}
     arguments |= read_arguments(options.env_kwargs)
-    env = gym.make(spec, disable_env_checker=True, **arguments)
+    env = gym.make(registered, disable_env_checker=True, **arguments)
     for wrapper in options.wrappers:
         env = load(wrapper, "--wrappers")(env)
     return env
@@ -1523,6 +1528,7 @@ def derive_seed(*numbers):
 def describe_env(options):
     """Make one environment, look at its spaces, take a step as in training, with --num-workers auto
     time some more, and close it. Raises UserError if that fails or a space is not supported."""
+    # not complete yet, but `close` is certain; spec and table follow once the spaces are known
     trial = Environment(0, options, "train", spec=None, io=None)
     try:
         with contextlib.closing(trial):
@@ -2050,7 +2056,7 @@ class Supervisor:
     """Replaces worker processes that have died, or were silent for --env-timeout.
 
     The environments that owe an answer then start again, which is an answer. The other environments
-    of the worker do so when their next action arrives.
+    of the worker start when their next action arrives, and that step is lost.
     """
 
     LOOK_SEC = 0.2
@@ -2093,10 +2099,11 @@ class Supervisor:
         return more
 
     def replace(self, workers, worker, mine, reason):
-        """Start a worker's process again. Returns the environments whose answers it had sent."""
+        """Start a worker's process again. Returns environments whose answers had arrived."""
         end_process(workers.processes[worker], 0)
         self.restarts.note(reason)
         answered = workers.read(0)
+        self.silent_sec_W[np.array(answered, int) % workers.num_workers] = 0.0
         inbox, _ = workers.pipes[worker]
         while inbox.poll():
             read_numbers(inbox)
@@ -2323,6 +2330,7 @@ def play_episodes(policy, spec, options):
         torch.manual_seed(options.seed)
         collector = Collector(policy, workers, io, spec, options)
         collector.greedy = options.greedy
+        # no step is kept: `in_flight_N` only tells an environment's start from its later answers
         while len(found) < options.eval_episodes:
             env_B = collector.await_answers(room=num_envs)
             ended_B = collector.in_flight_N[env_B] & io["first"][env_B] & ~io["lost"][env_B]
@@ -2878,9 +2886,9 @@ def parse_options(argv, kind=Options):
     named = [text for texts in doors.values() for text in texts]
     print(f"{path} names code that is imported: {ascii(named)[1:-1]}")
     for name, texts in doors.items():
-        if getattr(options, name) != getattr(given, name):  # it comes from the file
-            for text in texts:
-                check_foreign(text, name)
+        comes_from_file = getattr(options, name) != getattr(given, name)
+        for text in texts if comes_from_file else []:
+            check_foreign(text, name)
     for name, value in saved.items():
         if getattr(options, name) != value:
             option = name.replace("_", "-")

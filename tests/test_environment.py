@@ -329,7 +329,7 @@ def test_lost_steps(steps):
     episode, step = 1 + steps // 7, 1 + steps % 7
     shown = row["obs"].copy()
     stats = row["episode_stats"].copy()
-    row["lost"] = True  # `Collector.act` has sent an action
+    row["unfinished"] = True  # `Collector.act` has sent an action
     environment.env.unwrapped.step = crash
     where = f"environment 0, episode {episode}, step {step}:"
     with pytest.raises(ver_ppo.EnvironmentFailure, match=f"(?s){where}.*has crashed"):
@@ -357,7 +357,7 @@ def test_a_crash_in_a_reset_loses_nothing():
     for _ in range(6):
         environment.answer()
     offset = row["obs"]["obs"][1].item()
-    row["lost"] = True  # `Collector.act` has sent an action
+    row["unfinished"] = True  # `Collector.act` has sent an action
     environment.env.unwrapped.reset = crash
     with pytest.raises(ver_ppo.EnvironmentFailure, match="episode 2, step 7"):
         environment.answer()
@@ -384,7 +384,7 @@ def test_a_step_that_was_not_told(sent):
     assert row["obs"]["obs"][0] == pytest.approx(0.3) and not row["lost"]
     shown = row["obs"].copy()
     environment.close()
-    row["lost"] = sent
+    row["unfinished"] = sent
     environment.answer()
     assert row["lost"] and row["truncated"] and not row["terminated"] and row["reward"] == 0
     assert row["final_obs"] == shown and row["first"] and row["episode"] == 2

@@ -230,8 +230,7 @@ def test_halves_are_the_whole(on_two):
 
 
 class Normed(ver_ppo.Policy):
-    """A policy with statistics in buffers, which each rank moves by the steps that it learns from.
-    """
+    """A policy with statistics in buffers, which each rank moves by its own steps."""
 
     def __init__(self, spec, options):
         super().__init__(spec, options)

@@ -65,7 +65,7 @@ class VirtualWorkers:
         io["step_sec"][e] = self.duration(e, step)
         io["terminated"][e] = ending == "terminated"
         io["truncated"][e] = ending == "truncated"
-        io["lost"][e] = False
+        io["unfinished"][e] = False
         io["first"][e] = step < 0 or ending is not None
         io["final_obs"]["obs"][e] = observation_of(e, step + 1, final=True)
         io["obs"]["obs"][e] = observation_of(e, step + 1)
