@@ -75,6 +75,7 @@ import traceback
 from array import array
 from collections import deque
 from dataclasses import asdict, dataclass, fields, replace
+from io import BytesIO
 from pathlib import Path
 from typing import Literal
 
@@ -1944,6 +1945,7 @@ def lose_step(io, e):
     io["lost"][e] = True
     io["began_at"][e] = time.perf_counter()
     io["step_sec"][e] = 0.0
+    io["unfinished"][e] = False  # a second crash, before it is sent, does not lose it again
 
 
 def check_reward(reward):
@@ -2400,7 +2402,9 @@ def write_file(path, write):
 def write_checkpoint(content, path):
     """Write a checkpoint atomically. Raises OSError with a reason that needs no traceback."""
     try:
-        write_file(path, lambda file: torch.save(content, file))
+        memory = BytesIO()  # torch hides the reason why a file cannot be written
+        torch.save(content, memory)
+        write_file(path, lambda file: file.write(memory.getbuffer()))
     except (OSError, RuntimeError) as error:
         reason = str(error).splitlines()[0][:200]
         what = f"the checkpoint of step {content['step']} cannot be written to {path}"
@@ -2492,18 +2496,19 @@ class RunFolder:
         name = name.replace("/", "-").replace(":", "-")
         self.path = Path(options.resume or Path(options.runs_dir) / name)
         text = json.dumps(asdict(options), indent=2) + "\n"
+        from torch.utils.tensorboard import SummaryWriter  # takes a second to import
+
         try:
             if not options.resume:
                 self.path.mkdir(parents=True)
             self.lock = lock_folder(self.path)
             write_file(self.path / "options.json", lambda file: file.write(text.encode()))
+            purge_step = step + 1 if options.resume else None
+            self.writer = SummaryWriter(self.path, purge_step=purge_step)
         except OSError as error:
             self.close()
             reason = f"{error.filename or self.path} cannot be written ({error.strerror})"
             raise UserError(f"{reason}: choose another place") from None
-        from torch.utils.tensorboard import SummaryWriter  # takes a second to import
-
-        self.writer = SummaryWriter(self.path, purge_step=step + 1 if options.resume else None)
         self.bar = tqdm(total=total, initial=step, unit=" steps", dynamic_ncols=True)
 
     def say(self, text):
@@ -2842,13 +2847,16 @@ def check_foreign(text, name):
     To learn the kind, the module is imported. So it must not be one of Python's own, which would
     let a stranger choose among hundreds of programs.
     """
+    option = "--" + name.replace("_", "-")
+    if not isinstance(text, str) or not text.isprintable():
+        raise UserError(f"{option} {text!a} comes from a file, and names nothing")
     short, _, _ = text.partition("(")
     module, colon, _ = short.rpartition(":")
-    option = "--" + name.replace("_", "-")
     if short in ALIASES or (name == "env_id" and not colon):
         return
     found = None
-    if module.split(".")[0] not in sys.stdlib_module_names:
+    parts = module.split(".")
+    if parts[0] not in {*sys.stdlib_module_names, "test"} and "__main__" not in parts:
         found, _ = find(text, option)
     known = isinstance(found, gym.envs.registration.EnvSpec)
     if not known and not (inspect.isclass(found) and issubclass(found, DOORS[name])):
@@ -2877,12 +2885,15 @@ def parse_options(argv, kind=Options):
     if given.resume and path.name != "checkpoint.pt":
         raise UserError(f"--resume {given.resume}: give a run folder")
     place = {"checkpoint": str(path)} if given.checkpoint else {"resume": str(path.parent)}
-    saved = load_checkpoint(path)["options"]
     names = {field.name for field in fields(kind)} - {"device", "resume", "checkpoint"}
-    saved = {name: value for name, value in saved.items() if name in names}
-    options = replace(tyro.cli(kind, args=argv, default=kind(**saved)), **place)
-    doors = {name: getattr(options, name) for name in DOORS}
-    doors = {name: [text] if isinstance(text, str) else list(text) for name, text in doors.items()}
+    try:
+        saved = load_checkpoint(path)["options"]
+        saved = {name: value for name, value in saved.items() if name in names}
+        options = replace(tyro.cli(kind, args=argv, default=kind(**saved)), **place)
+        doors = {name: getattr(options, name) for name in DOORS}
+        doors = {k: [text] if isinstance(text, str) else list(text) for k, text in doors.items()}
+    except (KeyError, AttributeError, TypeError):
+        raise UserError(f"{path} is not a checkpoint that can be read (its options)") from None
     named = [text for texts in doors.values() for text in texts]
     print(f"{path} names code that is imported: {ascii(named)[1:-1]}")
     for name, texts in doors.items():

@@ -69,6 +69,20 @@ def test_mechanism(mechanism, functions, section, test, file):
     assert f"\ndef {test}(" in (ROOT / file).read_text(), test
 
 
+def test_members_of_a_run():
+    """The manual's table for extensions has members that there are, and all that Run's own list
+    has."""
+    page = (ROOT / "notebooks" / "DOORS.md").read_text()
+    _, section = page.split("\n### Extensions of your own\n")
+    table = section.split("\n\n")[1]
+    cells = [line.split("|")[1] for line in table.splitlines()[2:]]
+    told = re.findall(r"`(\w+)(?:\([\w, ]*\))?`", " ".join(cells))
+    assert len(told) == len(set(told)) >= 15
+    assert [name for name in told if not hasattr(ver_ppo.Run, name)] == []
+    lists = re.findall(r"^ {8}((?:\w+, )*\w+) {4}", ver_ppo.Run.__doc__, re.M)
+    assert len(lists) >= 10 and set(", ".join(lists).split(", ")) <= set(told)
+
+
 def test_worked_examples():
     """The examples in the docstrings are true."""
     attempted = 0

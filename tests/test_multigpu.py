@@ -83,7 +83,7 @@ def run_main(rank, args, args_1=(), stop_in=0):
     step = ver_ppo.minibatch_step
     statistics = ver_ppo.update_statistics
     derive = ver_ppo.derive_seed
-    collect = ver_multigpu.RankRun.next_rollout
+    next_rollout = ver_multigpu.RankRun.next_rollout
 
     def counting_call(ranks, function, *more, **named):
         # the counter: not a collective
@@ -100,8 +100,8 @@ def run_main(rank, args, args_1=(), stop_in=0):
         found.updates[-1]["learned"] += batch["row"].tolist()
         return step(policy, optimizer, batch, *more)
 
-    def noting_collect(run, source):
-        rollout = collect(run, source)
+    def noting_rollout(run, source):
+        rollout = next_rollout(run, source)
         found.fresh = rollout.rows
         return rollout
 
@@ -131,7 +131,7 @@ def run_main(rank, args, args_1=(), stop_in=0):
         contextlib.redirect_stdout(printed),
         contextlib.redirect_stderr(printed),
     ):
-        patch.setattr(ver_multigpu.RankRun, "collect", noting_collect)
+        patch.setattr(ver_multigpu.RankRun, "next_rollout", noting_rollout)
         patch.setattr(ver_multigpu.Ranks, "call", counting_call)
         patch.setattr(ver_ppo, "derive_seed", noting_seed)
         patch.setattr(ver_ppo, "minibatch_step", watching_step)
@@ -413,11 +413,12 @@ def test_first_rollout_decides_nothing(tmp_path, monkeypatch):
     """Environments start in it, so its times are not those of steps: the next one is not preempted;
     those after it may be."""
     limits, begin = [], ver_multigpu.RankRun.begin_rollout
-    monkeypatch.setattr(
-        ver_multigpu.RankRun,
-        "begin_rollout",
-        lambda run, *args: (limits.append(args[0]), begin(run, *args)),
-    )
+
+    def noting_begin(run, limit, *more, **named):
+        limits.append(limit)
+        begin(run, limit, *more, **named)
+
+    monkeypatch.setattr(ver_multigpu.RankRun, "begin_rollout", noting_begin)
     args = small(
         tmp_path, "--env-id", "CartPole-v1", "--num-workers", "0", "--total-timesteps", "256"
     )

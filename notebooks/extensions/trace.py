@@ -27,6 +27,8 @@ class Trace(ver_ppo.Run):
         rank = os.environ.get("RANK", "0")
         path = self.file if rank == "0" else f"{self.file}.{rank}"
         try:
+            if os.path.isfile(path) and not is_trace(path):
+                raise ver_ppo.UserError(f"trace: {path} exists, and is not a trace")
             self.trace = open(path, "w")
         except OSError as error:
             raise ver_ppo.UserError(f"trace: {path} cannot be written ({error.strerror})") from None
@@ -49,6 +51,13 @@ class Trace(ver_ppo.Run):
             with contextlib.suppress(OSError):  # a full disk: said before
                 self.trace.write("\n]\n")
                 self.trace.close()
+
+
+def is_trace(path):
+    """Whether a file is empty, or begins as a trace does. (The file's name may come from the
+    checkpoint of a stranger.)"""
+    with open(path, errors="replace") as file:
+        return file.read(2) in ("", "[\n")
 
 
 def write_trace(file, steps, learning_sec):
