@@ -39,6 +39,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Literal
 
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as in ver_ppo.py, before torch is imported
+
 import numpy as np
 import torch
 import torch.distributed as dist

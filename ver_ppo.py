@@ -1621,8 +1621,8 @@ def count_cores():
 
 
 def container_cores(root=Path("/sys/fs/cgroup")):
-    """The CPU quota of the container that this process runs in, in cores: what `docker --cpus`,
-    Kubernetes and SLURM set. Infinite without one. Read from cgroup version 2, or else 1."""
+    """The CPU quota of the container that this process runs in, in cores: what `docker --cpus`
+    and Kubernetes set. Infinite without one. Read from cgroup version 2, or else 1."""
     with contextlib.suppress(OSError, ValueError):
         quota, period = (root / "cpu.max").read_text().split()
         return int(quota) / int(period)  # ValueError: the quota is "max"
@@ -2818,8 +2818,6 @@ def check_options(options):
     if options.num_minibatches > options.rollout_steps:
         steps = f"--num-steps x --num-envs = {options.rollout_steps}"
         refuse(options, "num_minibatches", f"must be at most {steps}")
-    if options.checkpoint and options.resume:
-        refuse(options, "checkpoint", "evaluates and --resume trains: give one")
 
 
 def choose_device(options):
@@ -2879,10 +2877,12 @@ def parse_options(argv, kind=Options):
     given = tyro.cli(unchecked(kind), args=argv)
     if not (given.checkpoint or given.resume):
         return kind(**asdict(given))
+    if given.checkpoint and given.resume:
+        refuse(given, "checkpoint", "evaluates and --resume trains: give one")
     path = Path(given.checkpoint or given.resume)
     if path.is_dir():
         path = path / "checkpoint.pt"
-    if given.resume and path.name != "checkpoint.pt":
+    if given.resume and path.exists() and path.name != "checkpoint.pt":
         raise UserError(f"--resume {given.resume}: give a run folder")
     place = {"checkpoint": str(path)} if given.checkpoint else {"resume": str(path.parent)}
     names = {field.name for field in fields(kind)} - {"device", "resume", "checkpoint"}
@@ -2921,7 +2921,9 @@ def main(argv=None, kind=Options, launch=launch):
             launch(options)
         return 0
     except UserError as error:
-        print(f"{program}: {error}", file=sys.stderr)
+        # a file may have chosen a part of this text, and must not control the terminal
+        text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(error))
+        print(f"{program}: {text}", file=sys.stderr)
         return 2
     except Interrupted as error:
         return 128 + error.args[0]

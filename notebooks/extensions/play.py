@@ -16,13 +16,19 @@ import ver_ppo
 MOST_FRAMES = 1000  # of an episode that is filmed
 
 
-def load_policy(folder):
-    """Policy and options of a finished run, on the CPU. Raises UserError."""
+def load_policy(folder, trust=False):
+    """Policy and options of a finished run, on the CPU. `trust`: load whatever code the run names,
+    as `ver_ppo.check_foreign` explains. Raises UserError."""
     path = Path(folder) / "checkpoint.pt"
     saved = ver_ppo.load_checkpoint(path)["options"]
     known = {field.name for field in fields(ver_ppo.Options)}  # not ver_multigpu's, say
     kept = {name: value for name, value in saved.items() if name in known}
     options = ver_ppo.Options(**kept | {"device": "cpu", "resume": str(folder)})
+    if not trust:
+        ver_ppo.check_foreign(options.env_id, "env_id")
+        ver_ppo.check_foreign(options.policy, "policy")
+        for text in options.wrappers:
+            ver_ppo.check_foreign(text, "wrappers")
     policy = ver_ppo.make_policy(ver_ppo.describe_env(options), options)
     ver_ppo.load_policy(policy, path)
     return policy, options
@@ -87,10 +93,10 @@ def play(policy, env, seed):
         yield env
 
 
-def frames(folder, episodes=3):
+def frames(folder, episodes=3, trust=False):
     """Play validation episodes of a run, at most MOST_FRAMES steps of each: yields the pictures
     that the environment renders. Raises UserError."""
-    policy, options = load_policy(folder)
+    policy, options = load_policy(folder, trust)
     options = replace(options, env_kwargs=(*options.env_kwargs, "render_mode=rgb_array"))
     agent_spec = ver_ppo.describe_env(options)
     env = ver_ppo.make_env(options, "val")
@@ -109,11 +115,11 @@ def frames(folder, episodes=3):
     env.close()
 
 
-def film(folder, path, episodes=3):
+def film(folder, path, episodes=3, trust=False):
     """Write a gif of some validation episodes of a run. Raises UserError."""
     from PIL import Image
 
-    pictures = (Image.fromarray(frame).quantize() for frame in frames(folder, episodes))
+    pictures = (Image.fromarray(frame).quantize() for frame in frames(folder, episodes, trust))
     first = next(pictures)
     first.save(path, save_all=True, append_images=pictures, duration=100, loop=0)
 
@@ -125,13 +131,14 @@ class Options:
     run: tyro.conf.Positional[Path]  # its folder
     gif: Path = Path("film.gif")  # where to write the film
     episodes: int = 3  # of the validation split
+    trust: bool = False  # load whatever code the run names: it is your own
 
 
 def main(argv=None):
     """Command line. Exit status 0, or 2 with one line that says why."""
     options = tyro.cli(Options, args=argv)
     try:
-        film(options.run, options.gif, options.episodes)
+        film(options.run, options.gif, options.episodes, options.trust)
     except ver_ppo.UserError as error:
         print(f"play.py: {error}", file=sys.stderr)
         return 2

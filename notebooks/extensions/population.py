@@ -30,6 +30,8 @@ import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as in ver_ppo.py, before torch is imported
+
 import numpy as np
 import torch
 
