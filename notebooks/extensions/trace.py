@@ -20,29 +20,34 @@ class Trace(ver_ppo.Run):
     many writes `FILE.1`, and so on."""
 
     file: str = "trace.json"
-    trace = None
+    trace = None  # the file, from the first update on: a run without one leaves it as it is
+    ended = False
 
     def open_folder(self):
-        """As Run.open_folder; opens the file, too."""
+        """As Run.open_folder. Refuses a file that cannot be written, or is not a trace."""
         rank = os.environ.get("RANK", "0")
-        path = self.file if rank == "0" else f"{self.file}.{rank}"
+        self.path = self.file if rank == "0" else f"{self.file}.{rank}"
         try:
-            if os.path.isfile(path) and not is_trace(path):
-                raise ver_ppo.UserError(f"trace: {path} exists, and is not a trace")
-            self.trace = open(path, "w")
+            if os.path.isfile(self.path) and not is_trace(self.path):
+                raise ver_ppo.UserError(f"trace: {self.path} exists, and is not a trace")
+            open(self.path, "a").close()
         except OSError as error:
-            raise ver_ppo.UserError(f"trace: {path} cannot be written ({error.strerror})") from None
+            reason = f"{self.path} cannot be written ({error.strerror})"
+            raise ver_ppo.UserError(f"trace: {reason}") from None
         return super().open_folder()
 
     def log(self, rollout, logs):
         """As Run.log; adds an update to the trace. If that fails (a full disk), says so, and
         continues without a trace."""
         try:
+            if not (self.trace or self.ended):
+                self.trace = open(self.path, "w")
             if self.trace and self.trace.tell() < MOST_BYTES:
                 write_trace(self.trace, rollout.complete, logs["time/learning_sec"])
         except OSError as error:
             self.folder.say(f"the trace ends at step {self.step}: {error}")
             self.trace = None
+            self.ended = True
         super().log(rollout, logs)
 
     def close(self):
