@@ -2488,7 +2488,6 @@ class RunFolder:
 
     def __init__(self, options, step, silent=False):
         """Make the folder, or with --resume take it. Raises UserError."""
-        total = max(options.total_timesteps, step)
         self.bar = None
         if silent:
             return
@@ -2509,6 +2508,7 @@ class RunFolder:
             self.close()
             reason = f"{error.filename or self.path} cannot be written ({error.strerror})"
             raise UserError(f"{reason}: choose another place") from None
+        total = max(options.total_timesteps, step)
         self.bar = tqdm(total=total, initial=step, unit=" steps", dynamic_ncols=True)
 
     def say(self, text):
@@ -2897,8 +2897,9 @@ def parse_options(argv, kind=Options):
     named = [text for texts in doors.values() for text in texts]
     print(f"{path} names code that is imported: {ascii(named)[1:-1]}")
     for name, texts in doors.items():
-        comes_from_file = getattr(options, name) != getattr(given, name)
-        for text in texts if comes_from_file else []:
+        if getattr(options, name) == getattr(given, name):  # not from the file
+            continue
+        for text in texts:
             check_foreign(text, name)
     for name, value in saved.items():
         if getattr(options, name) != value:
