@@ -529,7 +529,7 @@ def main(argv=None, kind=Options, launch=launch):
     """Command line, as ver_ppo.main. What all ranks of a machine would print, the first of them
     prints."""
     argv = sys.argv[1:] if argv is None else argv
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    local_rank = int(os.environ.get("LOCAL_RANK", "0")) if "RANK" in os.environ else 0
     if torch.cuda.is_available():
         torch.cuda.set_device(local_gpu())  # "--device cuda" is this one
     out = io.StringIO() if local_rank else sys.stdout

@@ -291,7 +291,8 @@ class Policy(nn.Module):
             # hides the rest of a row
             most = max(self.choices)
             used = torch.arange(most) < torch.tensor(self.choices)[:, None]
-            mask = torch.full(used.shape, -math.inf).masked_fill(used, 0.0)
+            # (not -inf: the entropy's gradient would be NaN)
+            mask = torch.full(used.shape, -1e8).masked_fill(used, 0.0)
             self.register_buffer("mask", mask, persistent=False)
             outputs = mask.numel()
         else:
@@ -966,13 +967,15 @@ def importance_weights(env_S, num_envs):
 
     An environment that gave K_e of the S steps was sampled K_e / S of the time instead of 1 / N, so
     each of its steps weighs min(1, (S / N) / K_e). Slow environments are not weighted up, so
-    the mean weight is 1 at most.
+    the mean weight is 1 at most. Fewer than N steps (of a rank that is preempted early) weigh as if
+    they were N: one step of an environment is never too many.
 
     >>> importance_weights(np.array([0, 0, 0, 0, 1, 2]), num_envs=3)
     array([0.5, 0.5, 0.5, 0.5, 1. , 1. ], dtype=float32)
     """
     given_N = np.bincount(env_S, minlength=num_envs)
-    weight_N = np.minimum(1.0, len(env_S) / num_envs / np.maximum(given_N, 1))
+    fair = max(1.0, len(env_S) / num_envs)  # steps of each
+    weight_N = np.minimum(1.0, fair / np.maximum(given_N, 1))
     return weight_N.astype(np.float32)[env_S]
 
 
@@ -2710,6 +2713,8 @@ def find(text, option):
         found = gym.spec(name) if option == "--env-id" else getattr(home, name)
     except (Exception, SystemExit) as error:  # whatever the module's own code raises
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        if isinstance(error, ModuleNotFoundError):
+            advice += "; a file in this folder is found with PYTHONPATH=. before the command"
         raise UserError(f"{option} {text} cannot be found ({reason}): {advice}") from None
     if not bracket:
         return found, {}
@@ -2798,7 +2803,7 @@ FRACTIONS = "gamma", "gae_lambda"
 
 
 def check_options(options):
-    """Raise UserError for the first option that cannot work, and say how to fix it."""
+    """Raise UserError for an option that cannot work, and say how to fix it."""
     values = {name: value for name, value in vars(options).items() if value != "auto"}
     for name in values.keys() & POSITIVE:
         if not 0 < values[name] < math.inf:

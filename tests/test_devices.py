@@ -3,8 +3,9 @@
 The stand-in is a tensor that says it is on the device `meta`, and holds an ordinary tensor which
 does the computing. So whatever runs there must come to what it comes to on the CPU; a mixture of
 both devices raises, as on a GPU; and every copy from one to the other is counted, and every wait
-for a number. Where it does not reach: other processes (`--overlap` and `async` are tested by their
-parts), CUDA's own kernels (cuDNN's LSTM: here it is made of smaller operators), autocast.
+for a number. Where it does not reach: other processes (the extensions `overlap` and `async` are
+tested by their parts), CUDA's own kernels (cuDNN's LSTM: here it is made of smaller operators),
+autocast.
 """
 
 import contextlib

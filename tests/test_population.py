@@ -671,3 +671,16 @@ def test_four_processes(tmp_path):
         for line in decisions(tmp_path, number)
         for entry in line["others"].values()
     )
+
+
+def test_an_older_run_of_a_member(tmp_path):
+    """--resume with an older run is refused: going on from the newest in its place would be another
+    thing than what was asked for."""
+    folders = [tmp_path / "0" / name for name in ("older", "newer")]
+    for when, folder in enumerate(folders):
+        folder.mkdir(parents=True)
+        (folder / "checkpoint.pt").touch()
+        os.utime(folder / "checkpoint.pt", (when, when))
+    options = population.Options(population=str(tmp_path), resume=str(folders[0]))
+    with pytest.raises(ver_ppo.UserError, match="is not the newest run of this member"):
+        population.join(options)

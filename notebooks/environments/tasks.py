@@ -1,10 +1,11 @@
 """The two tasks that DD-PPO's agents were transferred to (section 6), in PointNav's simulators.
 
-    python ver_ppo.py --env-id notebooks.environments.tasks:Flee-v0 --init-from FILE --reset critic
+    python ver_ppo.py --env-id notebooks.environments.tasks:Flee-v0
+        --extensions "transfer(file=FILE, reset=critic)"
 
 Flee-v0: get as far away from the start as possible. Explore-v0: visit as many places as possible.
-FILE is the checkpoint of a `pointnav` run with the same --encoder, camera and image_size; these are
-arguments as of PointNav. Importing this file registers both.
+FILE is the checkpoint of a `pointnav` run with the same --policy, camera and image_size; the last
+two are arguments of the environment, as in PointNav. Importing this file registers both.
 """
 
 import gymnasium as gym

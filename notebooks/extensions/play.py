@@ -138,6 +138,8 @@ def main(argv=None):
     """Command line. Exit status 0, or 2 with one line that says why."""
     options = tyro.cli(Options, args=argv)
     try:
+        if options.episodes < 1:
+            raise ver_ppo.UserError(f"--episodes {options.episodes}: must be 1 or more")
         film(options.run, options.gif, options.episodes, options.trust)
     except ver_ppo.UserError as error:
         print(f"play.py: {error}", file=sys.stderr)

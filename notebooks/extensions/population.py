@@ -372,12 +372,15 @@ def join(options):
     found = sorted(folder.glob("*/checkpoint.pt"), key=os.path.getmtime)
     if not found:
         return options
+    resume = str(found[-1].parent)
+    if options.resume and Path(options.resume).resolve() != Path(resume).resolve():
+        advice = f"is not the newest run of this member, which is {resume}: leave --resume out"
+        ver_ppo.refuse(options, "resume", advice)
     saved = ver_ppo.load_checkpoint(found[-1])["options"]
     if saved["env_id"] != options.env_id:
         learned = f"has learned {saved['env_id']} in {options.population}"
         ver_ppo.refuse(options, "member", f"{learned}: give another folder")
     kept = evolving(saved) | {"seed": saved["seed"]}
-    resume = str(found[-1].parent)
     return replace(options, resume=resume, **kept)
 
 
