@@ -291,7 +291,7 @@ class Policy(nn.Module):
             # hides the rest of a row
             most = max(self.choices)
             used = torch.arange(most) < torch.tensor(self.choices)[:, None]
-            # (not -inf: the entropy's gradient would be NaN)
+            # with -inf, the gradient of the entropy would be NaN
             mask = torch.full(used.shape, -1e8).masked_fill(used, 0.0)
             self.register_buffer("mask", mask, persistent=False)
             outputs = mask.numel()

@@ -119,6 +119,8 @@ def film(folder, path, episodes=3, trust=False):
     """Write a gif of some validation episodes of a run. Raises UserError."""
     from PIL import Image
 
+    if episodes < 1:
+        raise ver_ppo.UserError(f"--episodes {episodes}: must be 1 or more")
     pictures = (Image.fromarray(frame).quantize() for frame in frames(folder, episodes, trust))
     first = next(pictures)
     first.save(path, save_all=True, append_images=pictures, duration=100, loop=0)
@@ -138,8 +140,6 @@ def main(argv=None):
     """Command line. Exit status 0, or 2 with one line that says why."""
     options = tyro.cli(Options, args=argv)
     try:
-        if options.episodes < 1:
-            raise ver_ppo.UserError(f"--episodes {options.episodes}: must be 1 or more")
         film(options.run, options.gif, options.episodes, options.trust)
     except ver_ppo.UserError as error:
         print(f"play.py: {error}", file=sys.stderr)

@@ -358,7 +358,7 @@ def note(run, own, others, decision, donor, evolved):
 def join(options):
     """The options of a member: its own folder and seed; if it has been there before, going on from
     its checkpoint, by this seed and the options that it had evolved. Raises UserError for a run of
-    another environment, or from elsewhere."""
+    another environment, of another member, or older than the newest."""
     folder = folder_of(options, options.member)
     if options.resume and Path(options.resume).resolve().parent != folder.resolve():
         advice = "is no run of this member: give --extensions transfer(file=...) for its weights"
@@ -372,16 +372,16 @@ def join(options):
     found = sorted(folder.glob("*/checkpoint.pt"), key=os.path.getmtime)
     if not found:
         return options
-    resume = str(found[-1].parent)
-    if options.resume and Path(options.resume).resolve() != Path(resume).resolve():
-        advice = f"is not the newest run of this member, which is {resume}: leave --resume out"
+    newest = found[-1].parent
+    if options.resume and Path(options.resume).resolve() != newest.resolve():
+        advice = f"is not the newest run of this member, which is {newest}: leave --resume out"
         ver_ppo.refuse(options, "resume", advice)
     saved = ver_ppo.load_checkpoint(found[-1])["options"]
     if saved["env_id"] != options.env_id:
         learned = f"has learned {saved['env_id']} in {options.population}"
         ver_ppo.refuse(options, "member", f"{learned}: give another folder")
     kept = evolving(saved) | {"seed": saved["seed"]}
-    return replace(options, resume=resume, **kept)
+    return replace(options, resume=str(newest), **kept)
 
 
 @contextlib.contextmanager
