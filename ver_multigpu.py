@@ -102,6 +102,11 @@ class Ranks:
         if "WORLD_SIZE" in os.environ and missing:
             advice = "start with torchrun, or give all that torchrun gives"
             raise UserError(f"WORLD_SIZE is set, but not {', '.join(missing)}: {advice}")
+        launchers = "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"
+        copies = max(int(os.environ.get(name, "1")) for name in launchers)
+        if copies > 1 and "WORLD_SIZE" not in os.environ:
+            advice = "let them start torchrun, once on each machine"
+            raise UserError(f"srun or mpirun has started {copies} equal runs: {advice}")
         self.rank = int(os.environ.get("RANK", "0"))
         self.size = int(os.environ.get("WORLD_SIZE", "1"))
         if not self.rank < self.size:
@@ -255,17 +260,26 @@ def threshold_preemption(num_ranks, sync_frac):
     return math.ceil(num_ranks * sync_frac - 1e-9)
 
 
-def step_seconds(rollout, quota):
+def step_seconds(rollout, quota, known_N):
     """Every environment's mean seconds per step, until it had given its `quota` or the rollout
-    ended. A step that was carried in counts as one, although it began earlier, and a step in flight
-    at the end counts as none, although it took time. That evens out."""
+    ended.
+
+    A step that was carried in counts as one, although it began earlier, and a step in flight at the
+    end counts as none, although it took time. That evens out over many steps. Few steps have two
+    lower bounds: a mean step takes as long as its simulator did, and if an environment gave no
+    step, its steps take as long as before (`known_N`), or as the rollout.
+    """
     began_at, ended_at, _ = rollout.clock
     steps = rollout.complete
     given_N = np.bincount(steps["env"], minlength=rollout.num_envs)
     last_N = np.zeros(rollout.num_envs)
     np.maximum.at(last_N, steps["env"], steps["began_at"] + steps["step_sec"])
     spent_N = np.where(given_N >= quota, last_N, ended_at) - began_at
-    return np.maximum(spent_N, 1e-9) / np.maximum(given_N, 1)
+    simulated_N = np.bincount(steps["env"], steps["step_sec"], minlength=rollout.num_envs)
+    step_sec_N = np.maximum(spent_N, simulated_N) / np.maximum(given_N, 1)
+    gave_none_N = given_N == 0
+    step_sec_N[gave_none_N] = np.maximum(known_N, spent_N)[gave_none_N]
+    return np.maximum(step_sec_N, 1e-9)
 
 
 def fill_up(learned, newest, rollout):
@@ -288,6 +302,7 @@ def fill_up(learned, newest, rollout):
 # ------------------------------------------------------------------------------------------ Train
 
 NO_LIMIT = 1 << 40  # more than any counter reaches
+PATIENCE = 2.0  # a rollout ends after so many times the predicted seconds
 STOP = 1 << 50  # what a rank adds that cannot continue: more than any limit, so all rollouts end
 FOLDER_KEY = "run folder"
 SEED_OF_RANK = 4
@@ -305,6 +320,7 @@ class RankRun(ver_ppo.Run):
         self.ranks = Ranks(options.rank_timeout)
         self.learned = None  # with preemption: the S steps that were learned from last ...
         self.newest = 0  # ... of which so many are of the last rollout
+        self.step_sec_N = np.zeros(options.num_envs)  # of this rank's environments, last known
         self.min_steps = options.rollout_steps // 4 if options.preemption == "threshold" else 1
         # the first rollout, of which nothing is known, may last half a second
         self.begin_rollout(limit=NO_LIMIT, predicted_sec=0.0, expected_sec=0.5)
@@ -352,6 +368,9 @@ class RankRun(ver_ppo.Run):
         expected time at most."""
         self.limit = limit
         self.predicted_sec = predicted_sec
+        # if another rank stalls (it loads a scene, say), the others do not wait for S* steps
+        is_limited = predicted_sec and self.ranks.size > 1
+        self.latest = time.monotonic() + (PATIENCE * predicted_sec if is_limited else math.inf)
         self.preempted = False
         self.other_stopped = False
         self.counted = 0
@@ -389,7 +408,8 @@ class RankRun(ver_ppo.Run):
         else:
             news = int(done)
         total = self.ranks.add(self.version, news)
-        self.preempted = total >= self.limit and rows >= self.min_steps
+        is_late = time.monotonic() > self.latest
+        self.preempted = (total >= self.limit or is_late) and rows >= self.min_steps
         self.other_stopped = total >= STOP
 
     def next_rollout(self, source):
@@ -432,7 +452,8 @@ class RankRun(ver_ppo.Run):
         ends."""
         options = self.options
         own = super().combine(rollout, logs)
-        parts = self.ranks.gather((*own, step_seconds(rollout, options.quota)))
+        self.step_sec_N = step_seconds(rollout, options.quota, self.step_sec_N)
+        parts = self.ranks.gather((*own, self.step_sec_N))
         self.ranks.forget(self.version)
         steps_R, logs_R, episodes_R, step_sec_RN = zip(*parts)
         logs = reduce_logs(logs_R)
@@ -464,6 +485,9 @@ class RankRun(ver_ppo.Run):
             failure = error
         # wait for rank 0: torchrun kills it as soon as another rank exits with an error
         self.ranks.agree(failure)
+        # a signal to one rank ends all of them
+        signals = [number for number in self.ranks.gather(self.signal) if number]
+        self.signal = signals[0] if signals else None
 
     def evaluate(self):
         """The ranks part, and rank 0 evaluates."""

@@ -60,6 +60,7 @@ import fcntl
 import functools
 import importlib
 import inspect
+import itertools
 import json
 import math
 import multiprocessing.forkserver
@@ -157,7 +158,9 @@ class Options:
     runs_dir: str = "runs"  # where run folders are made
     exp_name: str = "ver"  # in the folder's name: {runs-dir}/{env-id}__{exp-name}__{seed}__{time}
     checkpoint_interval: int = 200_000  # steps between checkpoints (the last is always written)
-    resume: str | None = None  # run folder to continue, with its options, except those given here
+    # run folder to continue, with its options, except those given here; if it has no checkpoint yet
+    # and --env-id is given, a run begins there
+    resume: str | None = None
     env_timeout: float = 300.0  # seconds a step may take; then its worker is restarted
     max_worker_restarts: int = 10  # per hour, after environments that raised, hung or died
     debug: bool = False  # check every invariant of every rollout
@@ -305,7 +308,7 @@ class Policy(nn.Module):
         self.critic = Critic(options.hidden_size)
         # the entropy coefficient of `ppo_loss`: it is learned if there is a --target-entropy
         learned = options.target_entropy is not None
-        log_ent_coef = torch.tensor(math.log(max(options.ent_coef, 1e-30)))  # log(0) is -inf
+        log_ent_coef = torch.tensor(math.log(max(options.ent_coef, 1e-30)))  # math.log(0) raises
         self.log_ent_coef = nn.Parameter(log_ent_coef, requires_grad=learned)
 
     def make_encoders(self, spec, options):
@@ -549,8 +552,7 @@ class Environment:
             else:
                 self.step()
         except (Exception, SystemExit) as error:
-            episode = self.io["episode"][self.number]
-            raise failure_at(error, self.number, episode, self.length) from None
+            raise failure_of(self, error) from None
 
     def start(self):
         """Make the environment, and answer with its first observation.
@@ -602,7 +604,7 @@ class Environment:
         io["first"][e] = False
         ended = terminated or truncated
         if ended:
-            metrics = [float(info[name]) for name in self.spec.metrics]
+            metrics = read_metrics(info, self.spec)
             io["episode_stats"][e] = [self.total_reward, self.length, *metrics]
         self.write(io["final_obs" if ended else "obs"], observation)
         io["began_at"][e] = began_at
@@ -1222,7 +1224,7 @@ class Run:
 
     def __init__(self, options):
         """Build all that training needs. Raises UserError."""
-        check_process()
+        check_process(options)
         self.spec, self.policy = build(options)
         device = next(self.policy.parameters()).device  # not `auto` or `cuda`, but `cuda:0`, say
         self.options = replace(options, device=str(device))
@@ -1249,9 +1251,11 @@ class Run:
         return torch.optim.Adam(weights, lr=self.options.learning_rate, eps=1e-5, fused=True)
 
     def restore(self):
-        """With --resume, continue from the checkpoint of that folder. Raises UserError."""
-        if self.options.resume:
-            restore_run(self, Path(self.options.resume) / "checkpoint.pt")
+        """With --resume, continue from the checkpoint of that folder, if there is one. Raises
+        UserError."""
+        path = resumed_checkpoint(self.options)
+        if path:
+            restore_run(self, path)
 
     def open_folder(self):
         """The run folder, with a first line that says what is trained. Raises UserError."""
@@ -1266,9 +1270,9 @@ class Run:
         with contextlib.closing(self.rollouts()) as source, caught_signals(self.note_signal):
             try:
                 yield source  # here the body of the `with` in `train` runs
+                self.save()
                 if self.signal:  # it came in the last update
                     raise Interrupted(self.signal)
-                self.save()
             except self.exceptions_that_save:
                 self.save()
                 if self.step:
@@ -1359,6 +1363,8 @@ class Run:
         self.stopwatch.remember(logs)
         if self.stopwatch.remembers == ADVICE_AFTER_UPDATES:
             self.folder.say(self.stopwatch.advice(self.options))
+            if not self.recent:
+                self.folder.say(f"no episode has ended in {self.step:,} steps; {TIME_LIMIT_ADVICE}")
         self.folder.progress(self.step, logs)
         self.folder.write_scalars(logs, self.step)
         if self.step - self.saved_step >= self.options.checkpoint_interval:
@@ -1402,6 +1408,8 @@ CHEAP_STEP_SEC = 50e-6  # faster steps are not worth the two messages to another
 INFERENCE_SEC = 150e-6  # what one step costs the process that collects, about
 TRIAL = 2**60  # `describe_env` counts episodes from here: no run gets that far
 MAX_WORKERS = 128
+LARGE_BOUND = 1e30  # as good as none
+MOST_CHOICES = 100_000  # of an observation, which enters as a one-hot vector
 
 
 def make_env(options, split="train", number=0):
@@ -1411,6 +1419,8 @@ def make_env(options, split="train", number=0):
     these. Other environments differ in their seeds alone.
     """
     registered = load(options.env_id, "--env-id")
+    # the ranks of a machine count on: simulators may derive a port from the number
+    number += int(os.environ.get("LOCAL_RANK", "0")) * options.num_envs
     known = {"options": options, "split": split, "number": number}
     arguments = {name: value for name, value in known.items() if name in registered.kwargs}
     arguments |= read_arguments(options.env_kwargs)
@@ -1506,61 +1516,137 @@ def flatten(tree, name=""):
 
 def to_env_action(space, action_A):
     """The policy's numbers as the environment wants them. Discrete: index plus the space's start.
-    Box: -1..1 is the range low..high where it is bounded, and what lies beyond is clipped.
+    Box: -1..1 is the range low..high where it is bounded. With one bound alone, -1..1 is a range of
+    2 next to it; with none, it stays. Numbers beyond the bounds are clipped.
 
     >>> to_env_action(gym.spaces.Box(0.0, 4.0, (2,)), np.array([0.5, 7.0], np.float32))
     array([3., 4.], dtype=float32)
+    >>> to_env_action(gym.spaces.Box(10.0, np.inf, (2,)), np.array([0.0, 7.0], np.float32))
+    array([11., 18.], dtype=float32)
     """
     if isinstance(space, gym.spaces.Discrete):
         return int(action_A[0] + space.start)
     action = action_A.reshape(space.shape)
     if isinstance(space, gym.spaces.MultiDiscrete):
         return action.astype(space.dtype) + space.start
-    with np.errstate(over="ignore"):  # bounds may be the largest number there is
-        bounded = np.isfinite(space.high - space.low)
-    low = np.where(bounded, space.low, -1)
-    high = np.where(bounded, space.high, 1)
+    has_low = space.low > -LARGE_BOUND
+    has_high = space.high < LARGE_BOUND
+    low = np.select([has_low, has_high], [space.low, space.high - 2], -1)
+    high = np.where(has_low & has_high, space.high, low + 2)
     scaled = low + (action + 1) / 2 * (high - low)
     return np.clip(scaled, space.low, space.high).astype(space.dtype)
 
 
 def derive_seed(*numbers):
-    """A seed made of several numbers: 32 bits, so that every simulator takes it."""
-    return int(np.random.SeedSequence(numbers).generate_state(1)[0])
+    """A seed made of several numbers: 31 bits, so that every simulator takes it, also if it keeps
+    seeds as signed integers of C."""
+    return int(np.random.SeedSequence(numbers).generate_state(1)[0] >> 1)
 
 
 def describe_env(options):
-    """Make one environment, look at its spaces, take a step as in training, with --num-workers auto
-    time some more, and close it. Raises UserError if that fails or a space is not supported."""
-    # not complete yet, but `close` is certain; spec and table follow once the spaces are known
+    """Try one environment, and return its EnvSpec. Raises UserError if it fails, or if a space is
+    not supported.
+
+    The trial has a process of its own, so nothing that the environment does there can hang, kill or
+    change this process. With --num-workers 0 the trial takes place here, as training will.
+    """
     trial = Environment(0, options, "train", spec=None, io=None)
+    if options.num_workers == 0:
+        with TorchState(options).in_place(), contextlib.closing(trial):
+            found = try_env(trial)
+    else:
+        found = try_elsewhere(trial)
+    for key, space in found.left_out.items():
+        kind = type(space).__name__
+        print(f"observation {key!r} is left out: {kind} is neither numbers nor choices")
+    for key, shape in found.obs_shapes.items():
+        if len(shape) > 3:
+            advice = "a wrapper that merges dimensions makes it an image"
+            print(f"observation {key!r} of shape {shape} enters as a vector: {advice}")
+    return found
+
+
+def try_elsewhere(trial):
+    """As `try_env`, in a process of its own."""
+    options = trial.options
+    context = process_context()
+    answer, outbox = context.Pipe(duplex=False)
+    process = context.Process(target=trial_worker, args=(trial, outbox), daemon=True)
+    process.start()
+    outbox.close()  # so that the pipe ends if that process dies
+    closing_sec = 0.0
     try:
-        with contextlib.closing(trial):
-            env = make_env(options)
-            trial.env = env
-            env.reset(seed=options.seed)  # Habitat's metrics are known only then
-            metrics = (env.metadata or {}).get("metrics", ())  # None: adapters of old gym
-            check_wrappers(env)
-            spec = EnvSpec(env.observation_space, env.action_space, metrics)
-            check_spaces(spec)
-            for key, space in spec.left_out.items():
-                kind = type(space).__name__
-                print(f"observation {key!r} is left out: {kind} is neither numbers nor choices")
-            trial.spec = spec
-            trial.io = EnvIO(spec, 1, TRIAL)
-            trial.reset()
-            trial.step()
-            if options.num_workers == "auto":
-                spec.step_sec, spec.cpu_sec = time_steps(trial)
+        if not answer.poll(options.env_timeout):
+            limit = f"within {options.env_timeout:.0f} s (--env-timeout)"
+            refuse(options, "env_id", f"a reset and a step gave no answer {limit}")
+        found = answer.recv()
+        closing_sec = CLOSING_SEC
+    except EOFError:
+        process.join(CLOSING_SEC)
+        reason = f"its process died (exit code {process.exitcode})"
+        advice = "what it printed is above; with --num-workers 0 it stays in this process"
+        refuse(options, "env_id", f"cannot be used: {reason}; {advice}")
+    finally:
+        end_process(process, closing_sec)
+    if isinstance(found, UserError):
+        raise found
+    return found
+
+
+def trial_worker(trial, outbox):
+    """Body of the process of a trial: send an EnvSpec or a UserError, then close the environment.
+    """
+    lead_group()
+    torch.set_num_threads(1)
+    with contextlib.closing(trial):
+        try:
+            found = try_env(trial)
+        except UserError as error:
+            found = error
+        outbox.send(found)
+
+
+def try_env(trial):
+    """Make one environment, look at its spaces, take a step as in training, and with --num-workers
+    auto time some more. Returns its EnvSpec; raises UserError.
+
+    `trial` is an Environment without `spec` and `io`: these follow once the spaces are known.
+    """
+    options = trial.options
+    try:
+        env = make_env(options)
+        trial.env = env
+        # Habitat's metrics are known only then
+        env.reset(seed=derive_seed(0, options.seed, 0, TRIAL))
+        check_wrappers(env)
+        spec = EnvSpec(env.observation_space, env.action_space, metrics_of(env))
+        check_spaces(spec)
+        trial.spec = spec
+        trial.io = EnvIO(spec, 1, TRIAL)
+        trial.reset()
+        trial.step()
+        if options.num_workers == "auto":
+            spec.step_sec, spec.cpu_sec = time_steps(trial)
     except UserError:
         raise
     except (Exception, SystemExit) as error:  # whatever the environment's own code raises
         given = "".join(f" {each}" for each in (*options.env_kwargs, *options.wrappers))
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        reason += f"; {where.filename}:{where.lineno}: {where.line}"
-        refuse(options, "env_id", f"cannot be used{given and f' with{given}'} ({reason})")
+        given = given and f" with{given}"
+        refuse(options, "env_id", f"cannot be used{given} ({where_raised(error)})")
     return spec
+
+
+def where_raised(error):
+    """An error in one line: its kind, its text, and the line of code that raised it."""
+    reason = f"{type(error).__name__}: {error}".splitlines()[0]
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{reason}; {where.filename}:{where.lineno}: {where.line}"
+
+
+def metrics_of(env):
+    """The names in the environment's metadata["metrics"]; one name alone is accepted, too."""
+    metrics = (env.metadata or {}).get("metrics", ())  # None: adapters of old gym
+    return (metrics,) if isinstance(metrics, str) else tuple(metrics)
 
 
 def check_wrappers(env):
@@ -1568,13 +1654,17 @@ def check_wrappers(env):
     instead = {
         "NormalizeObservation": "gymnasium.wrappers:RescaleObservation(min_obs=-1, max_obs=1), or,"
         " without bounds, nothing: such vectors are normalized",
-        "NormalizeReward": "nothing: rewards of any size are learned alike",
+        "NormalizeReward": "nothing: rewards of any size are learned equally well",
     }
     while isinstance(env, gym.Wrapper):
         name = type(env).__name__
         if name in instead:
-            why = "keeps statistics, which evaluation and --resume would begin anew"
+            why = "keeps statistics, which evaluation and --resume would start from nothing"
             raise UserError(f"the wrapper {name} {why}; use {instead[name]}")
+        if name == "RecordVideo":
+            why = "of every environment would write the same files"
+            how = "python -m notebooks.extensions.play RUN_FOLDER films episodes after training"
+            raise UserError(f"the wrapper {name} {why}; {how}")
         env = env.env
 
 
@@ -1583,6 +1673,15 @@ def check_spaces(spec):
     spaces = gym.spaces
     if not spec.observations:
         raise UserError(f"no observation holds numbers or choices: {list(spec.left_out)}")
+    for key, space in spec.observations.items():
+        if 0 in spec.obs_shapes[key]:
+            raise UserError(f"observation {key!r} is {space}: a dimension of size 0 holds nothing")
+        if sum(count_choices(space)) > MOST_CHOICES:
+            advice = "use a wrapper that gives numbers"
+            raise UserError(f"observation {key!r} is {space}: too many choices: {advice}")
+    names = spec.episode_columns
+    if len(set(names)) < len(names):
+        raise UserError(f'metadata["metrics"] is {spec.metrics}: a name is used twice, or by us')
     continuous = isinstance(spec.action, spaces.Box)
     known = continuous and np.issubdtype(spec.action.dtype, np.floating) and spec.action_dims
     if not known and not isinstance(spec.action, (spaces.Discrete, spaces.MultiDiscrete)):
@@ -1837,14 +1936,16 @@ def build_encoders(spec, hidden_size):
 
 # ------------------------------------------------------------------------------------ Supervision
 # Adds checks of what environments answer, workers that are replaced when environments raise, hang
-# or die, --num-workers 0, and signals. The lesson calls `failure_at`, `lose_step`, `check_reward`,
-# `check_shapes`, `check_numbers`, `tell`, `make_workers`, `guarded_worker`, `Supervisor`,
-# `process_context`, `share_memory`, `end_process`, `check_process`, `caught_signals`, `SIGNALS`,
-# `Interrupted` and `check_rollout`.
+# or die, --num-workers 0, and signals. The lesson calls `failure_of`, `lose_step`, `check_reward`,
+# `read_metrics`, `check_shapes`, `check_numbers`, `tell`, `make_workers`, `guarded_worker`,
+# `Supervisor`, `process_context`, `share_memory`, `end_process`, `check_process`, `caught_signals`,
+# `SIGNALS`, `Interrupted` and `check_rollout`.
 
-SIGNALS = signal.SIGINT, signal.SIGTERM
+# a terminal that closes sends SIGHUP; SLURM sends SIGUSR1 or 2 before it ends a job
+SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2
 CLOSING_SEC = 5
 BAD_ANSWER_STATUS = 3  # with which a worker process exits
+NOT_MADE_STATUS = 4
 
 
 class UserError(Exception):
@@ -1852,11 +1953,15 @@ class UserError(Exception):
 
 
 class Interrupted(Exception):
-    """Ctrl-C or SIGTERM; the argument is the signal's number."""
+    """Ctrl-C, SIGTERM or another of SIGNALS; the argument is the signal's number."""
 
 
 class EnvironmentFailure(Exception):
     """An environment, or another process, has raised, hung or died; exit status 1."""
+
+
+class NotMade(EnvironmentFailure):
+    """An environment that cannot be made. If it never could, trying again would not help."""
 
 
 class BadAnswer(EnvironmentFailure):
@@ -1866,13 +1971,15 @@ class BadAnswer(EnvironmentFailure):
 def process_context():
     """How processes are started: by a fork server, as clean as spawn, which imports torch only
     once. It and its processes ignore signals, which may reach the whole process group: the main
-    process decides."""
+    process decides. Raises UserError."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["torch", "gymnasium", "tyro", "tqdm"])
-    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in SIGNALS}
-    multiprocessing.forkserver.ensure_running()
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+    with caught_signals(signal.SIG_IGN):
+        try:
+            multiprocessing.forkserver.ensure_running()
+        except OSError as error:  # the name of a socket may have 107 characters
+            advice = "a shorter folder for temporary files may help: export TMPDIR=/tmp"
+            raise UserError(f"processes cannot be started ({error}): {advice}") from None
     return context
 
 
@@ -1929,11 +2036,15 @@ def tell(text):
         tqdm.write(f"rank {rank}: {text}", file=sys.__stderr__)  # sys.stderr is rank 0's alone
 
 
-def failure_at(error, number, episode, step):
-    """An environment's error as an EnvironmentFailure (or BadAnswer) that says where it happened.
-    """
+def failure_of(environment, error):
+    """An environment's error as an EnvironmentFailure (NotMade, BadAnswer) that says where it
+    happened. Called while the error is being handled."""
+    name = f"environment {environment.number}"
+    if environment.env is None:
+        return NotMade(f"{name} cannot be made ({where_raised(error)})")
     kind = BadAnswer if isinstance(error, BadAnswer) else EnvironmentFailure
-    place = f"environment {number}, episode {episode}, step {step}"
+    episode = environment.io["episode"][environment.number]
+    place = f"{name}, episode {episode}, step {environment.length}"
     return kind(f"{place}:\n{traceback.format_exc()}")
 
 
@@ -1955,6 +2066,16 @@ def check_reward(reward):
     """Raise BadAnswer if a reward, as the table has kept it, is not finite."""
     if not math.isfinite(reward):
         raise BadAnswer(f"reward is {reward}")
+
+
+def read_metrics(info, spec):
+    """The metrics in the last info of an episode, as numbers. Raises BadAnswer if one is missing or
+    is not a number."""
+    try:
+        return [float(np.asarray(info[name]).item()) for name in spec.metrics]
+    except (KeyError, ValueError, TypeError) as error:
+        named = f'metadata["metrics"] is {spec.metrics}'
+        raise BadAnswer(f"{named}; the last info is {info} ({error!r})") from None
 
 
 def check_shapes(leaves, spec):
@@ -2002,27 +2123,66 @@ class Restarts:
         tell(f"{reason}\nstarted again, with a new episode ({self.count} so far)")
 
 
+class TorchState:
+    """What code can change of torch for its whole process: the random generator, the default type,
+    and whether gradients are kept. Environments in the trainer's process have such a state of their
+    own."""
+
+    def __init__(self, options):
+        generator = torch.Generator().manual_seed(derive_seed(SEED_OF_INLINE, options.seed))
+        self.state = generator.get_state(), torch.get_default_dtype(), True
+
+    @contextlib.contextmanager
+    def in_place(self):
+        """While this lasts, it takes the place of the trainer's state."""
+        with torch.inference_mode(False):
+            own = self.exchange(self.state)
+            try:
+                yield
+            finally:
+                self.state = self.exchange(own)
+
+    def exchange(self, state):
+        """Set this state; return the one that was."""
+        before = torch.get_rng_state(), torch.get_default_dtype(), torch.is_grad_enabled()
+        random_state, default_type, with_gradients = state
+        torch.set_rng_state(random_state)
+        torch.set_default_dtype(default_type)
+        torch.set_grad_enabled(with_gradients)
+        return before
+
+
 class InlineWorkers:
     """All environments in the process that collects: the interface of Workers, in a deterministic
     order. An environment that raises is re-created; hangs and crashes are not handled."""
 
     def __init__(self, environments):
+        options = environments[0].options
         self.environments = environments
         self.answered = []
-        self.restarts = Restarts(environments[0].options)
+        self.restarts = Restarts(options)
+        self.state = TorchState(options)
+        self.has_started = False
         self.send(np.arange(len(environments)))
+        self.has_started = True
 
     def send(self, env_B):
-        for e in env_B.tolist():
-            while e not in self.answered:
-                try:
-                    self.environments[e].answer()
-                    self.answered.append(e)
-                except BadAnswer:
+        with self.state.in_place():
+            for e in env_B.tolist():
+                self.answer(e)
+
+    def answer(self, e):
+        """Let an environment answer; if it raises, again."""
+        while e not in self.answered:
+            try:
+                self.environments[e].answer()
+                self.answered.append(e)
+            except EnvironmentFailure as error:
+                hopeless = BadAnswer if self.has_started else (BadAnswer, NotMade)
+                if isinstance(error, hopeless):
                     raise
-                except EnvironmentFailure as error:
-                    self.environments[e].close()
-                    self.restarts.note(error)
+                self.environments[e].close()
+                self.restarts.note(error)
 
     def receive(self, timeout_sec):
         answered = self.answered
@@ -2046,8 +2206,8 @@ def guarded_worker(inbox, outbox, environments):
         return
     except EnvironmentFailure as error:
         tell(str(error))
-        if isinstance(error, BadAnswer):
-            status = BAD_ANSWER_STATUS
+        statuses = {BadAnswer: BAD_ANSWER_STATUS, NotMade: NOT_MADE_STATUS}
+        status = statuses.get(type(error), status)
     except BrokenPipeError:  # whoever collects has died
         pass
     # then the process ends, with that status: a simulator may hang when it is closed
@@ -2072,12 +2232,13 @@ class Supervisor:
         self.looked_at = time.monotonic()
         # of workers that owe an answer: seconds without one
         self.silent_sec_W = np.zeros(num_workers)
+        self.has_answered_W = np.zeros(num_workers, bool)
 
     def replace_failed(self, workers, answered):
         """Look at the workers, five times a second at most, and replace those that have failed.
         `answered`: environments that have just answered. Returns more of them, whose answers a
         worker had sent before it was replaced. Raises EnvironmentFailure."""
-        self.silent_sec_W[np.array(answered, int) % workers.num_workers] = 0.0
+        self.note_answers(workers, answered)
         passed_sec = time.monotonic() - self.looked_at
         if passed_sec < self.LOOK_SEC:
             return []
@@ -2096,6 +2257,8 @@ class Supervisor:
                 reason = f"{who} died with exit code {process.exitcode}"
                 if process.exitcode == BAD_ANSWER_STATUS:
                     raise BadAnswer(f"{reason}: the answer above is not allowed")
+                if process.exitcode == NOT_MADE_STATUS and not self.has_answered_W[worker]:
+                    raise NotMade(f"{who} could not start: the reason is above")
                 more += self.replace(workers, worker, mine, reason)
             elif self.silent_sec_W[worker] > self.timeout_sec:
                 who = f"environments {owed.tolist()}"
@@ -2103,12 +2266,18 @@ class Supervisor:
                 more += self.replace(workers, worker, mine, reason)
         return more
 
+    def note_answers(self, workers, answered):
+        """The workers of these environments are alive."""
+        worker_B = np.array(answered, int) % workers.num_workers
+        self.silent_sec_W[worker_B] = 0.0
+        self.has_answered_W[worker_B] = True
+
     def replace(self, workers, worker, mine, reason):
         """Start a worker's process again. Returns environments whose answers had arrived."""
         end_process(workers.processes[worker], 0)
         self.restarts.note(reason)
         answered = workers.read(0)
-        self.silent_sec_W[np.array(answered, int) % workers.num_workers] = 0.0
+        self.note_answers(workers, answered)
         inbox, _ = workers.pipes[worker]
         while inbox.poll():
             read_numbers(inbox)
@@ -2118,18 +2287,24 @@ class Supervisor:
         return answered
 
 
-def check_process():
-    """Raise UserError where training cannot work: it catches signals, and starts processes."""
+def check_process(options):
+    """Raise UserError where training cannot work: it catches signals, and starts processes. (If a
+    program trains outside of `if __name__ == "__main__":`, multiprocessing says so.)"""
     if threading.current_thread() is not threading.main_thread():
         raise UserError("training catches signals: it must run in the main thread")
-    if getattr(mp.current_process(), "_inheriting", False):  # a worker imports this program
-        raise UserError("train in `if __name__ == '__main__':`, or each worker trains, too")
+    if mp.current_process().daemon and options.num_workers != 0:
+        advice = "use concurrent.futures.ProcessPoolExecutor, or num_workers=0"
+        raise UserError(f"training starts processes, which multiprocessing.Pool forbids: {advice}")
 
 
 @contextlib.contextmanager
 def caught_signals(handler):
-    """While this lasts, Ctrl-C and SIGTERM call the handler."""
-    handlers = {number: signal.signal(number, handler) for number in SIGNALS}
+    """While this lasts, Ctrl-C, SIGTERM and so on call the handler. A SIGHUP that is ignored, as
+    under nohup, stays ignored."""
+    caught = set(SIGNALS)
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        caught.remove(signal.SIGHUP)
+    handlers = {number: signal.signal(number, handler) for number in caught}
     try:
         yield
     finally:
@@ -2166,7 +2341,8 @@ def check_rollout(rollout, version, lag=0):
 # ----------------------------------------------------------------------------- Logs and evaluation
 # Adds what is said of a run: where the time goes, how uneven the environments and how old the data
 # are, and an evaluation. The lesson calls `mean_logs`, `summarize_rollout`, `finished_episodes`,
-# `mean_episode`, `Stopwatch`, `ADVICE_AFTER_UPDATES`, `headline` and `report_evaluation`.
+# `mean_episode`, `Stopwatch`, `ADVICE_AFTER_UPDATES`, `TIME_LIMIT_ADVICE`, `headline` and
+# `report_evaluation`.
 
 
 def mean_logs(logs):
@@ -2221,6 +2397,11 @@ def mean_episode(recent, spec):
 
 
 ADVICE_AFTER_UPDATES = 10
+MOST_EPISODE_STEPS = 100_000  # of an episode in an evaluation
+TIME_LIMIT_ADVICE = (
+    "if episodes need not end by themselves, give them a limit:"
+    " --wrappers 'gymnasium.wrappers:TimeLimit(max_episode_steps=1000)'"
+)
 
 
 class Stopwatch:
@@ -2315,7 +2496,7 @@ def play_episodes(policy, spec, options):
     Each environment plays its share, so that short episodes do not count more than long ones; for
     the same --num-envs and --eval-episodes they are the same for every policy. (An episode in which
     the environment dies is replaced by a later one: if long ones die more often, those that count
-    are shorter than usual.)
+    are shorter than usual.) An environment in which an episode does not end plays no more of them.
     """
     num_envs = min(options.num_envs, options.eval_episodes)
     num_workers = min(count_workers(options, spec)[0], num_envs)
@@ -2330,28 +2511,46 @@ def play_episodes(policy, spec, options):
     own_random_state = torch.random.fork_rng([device] if device.type == "cuda" else [])
     workers = make_workers(options, "val", spec, io)
     bar = tqdm(total=options.eval_episodes, unit=" episodes", delay=20, leave=False)
+    steps_N = np.zeros(num_envs, int)  # of the episode that each environment plays
+    ended_at = time.monotonic()  # when an episode ended, or it was said that none does
     with own_random_state, contextlib.closing(workers), bar:
         torch.set_num_threads(1)  # as in training
         torch.manual_seed(options.seed)
         collector = Collector(policy, workers, io, spec, options)
         collector.greedy = options.greedy
         # no step is kept: `in_flight_N` only tells an environment's start from its later answers
-        while len(found) < options.eval_episodes:
+        while left_N.any():
             env_B = collector.await_answers(room=num_envs)
             ended_B = collector.in_flight_N[env_B] & io["first"][env_B] & ~io["lost"][env_B]
+            steps_N[env_B] += 1
             for e in env_B[ended_B]:
                 found.append(io["episode_stats"][e].tolist())
                 left_N[e] -= 1
                 bar.update()
+            steps_N[env_B[io["first"][env_B]]] = 0
+            left_N[steps_N >= MOST_EPISODE_STEPS] = 0
+            if ended_B.any():
+                ended_at = time.monotonic()
+            if time.monotonic() > ended_at + 60:
+                ended_at = time.monotonic()
+                tell(f"no episode has ended for a minute; the longest has {steps_N.max():,} steps")
+                tell(TIME_LIMIT_ADVICE)
             collector.act(env_B[left_N[env_B] > 0])
     return np.array(found)
 
 
 def report_evaluation(policy, spec, options):
-    """Evaluate, print mean +- standard error of every number. Returns the means to log."""
+    """Evaluate, print mean +- standard error of every number. Returns the means to log, if any
+    episode has ended."""
     began_at = time.perf_counter()
     found = play_episodes(policy, spec, options)
     sec = time.perf_counter() - began_at
+    missing = options.eval_episodes - len(found)
+    if missing:
+        tell(f"{missing} episodes did not end within {MOST_EPISODE_STEPS:,} steps and do not count")
+        tell(TIME_LIMIT_ADVICE)
+    if not len(found):
+        return {}
     means = found.mean(axis=0)
     errors = found.std(axis=0, ddof=1 if len(found) > 1 else 0) / math.sqrt(len(found))
     names = spec.episode_columns
@@ -2363,11 +2562,12 @@ def report_evaluation(policy, spec, options):
 
 # ------------------------------------------------------------------------------------- Run folder
 # Adds the files that a run leaves behind: options.json, TensorBoard's curves, checkpoint.pt. The
-# lesson calls `RunFolder`, `restore_run`, `run_state` and `SEED_OF_LEARNER`.
+# lesson calls `RunFolder`, `resumed_checkpoint`, `restore_run`, `run_state` and `SEED_OF_LEARNER`.
 
 CHECKPOINT_FORMAT = 10
 # first number of derive_seed; environments have 0 (train) and 1 (val), overlap.py 3, ver_multigpu 4
 SEED_OF_LEARNER = 2
+SEED_OF_INLINE = 5
 
 
 def load_checkpoint(path):
@@ -2441,6 +2641,12 @@ def run_state(run):
     }
 
 
+def resumed_checkpoint(options):
+    """The checkpoint that --resume continues from; None if there is none, or none yet."""
+    path = Path(options.resume or "") / "checkpoint.pt"
+    return path if options.resume and path.exists() else None
+
+
 def restore_run(run, path):
     """Continue a run from a checkpoint. Raises UserError."""
     saved = load_policy(run.policy, path)
@@ -2481,6 +2687,20 @@ def lock_folder(folder):
     return descriptor
 
 
+def make_folder(options):
+    """A new folder in --runs-dir. Runs that begin in the same second get a number. Raises OSError.
+    """
+    name = f"{options.env_id}__{options.exp_name}__{options.seed}__{int(time.time())}"
+    name = name.replace("/", "-").replace(":", "-")
+    home = Path(options.runs_dir)
+    home.mkdir(parents=True, exist_ok=True)
+    for k in itertools.count(1):
+        path = home / (name if k == 1 else f"{name}_{k}")
+        with contextlib.suppress(FileExistsError):
+            path.mkdir()
+            return path
+
+
 class RunFolder:
     """The folder of a run: its lock, options.json, TensorBoard's curves, checkpoints; and the
     progress bar. With `silent`, as on ranks above 0, there is none of these."""
@@ -2494,15 +2714,15 @@ class RunFolder:
         self.bar = None
         if silent:
             return
-        name = f"{options.env_id}__{options.exp_name}__{options.seed}__{int(time.time())}"
-        name = name.replace("/", "-").replace(":", "-")
-        self.path = Path(options.resume or Path(options.runs_dir) / name)
         text = json.dumps(asdict(options), indent=2) + "\n"
+        self.path = Path(options.resume or options.runs_dir)
         from torch.utils.tensorboard import SummaryWriter  # takes a second to import
 
         try:
-            if not options.resume:
-                self.path.mkdir(parents=True)
+            if options.resume:
+                self.path.mkdir(parents=True, exist_ok=True)
+            else:
+                self.path = make_folder(options)
             self.lock = lock_folder(self.path)
             write_file(self.path / "options.json", lambda file: file.write(text.encode()))
             purge_step = step + 1 if options.resume else None
@@ -2512,7 +2732,9 @@ class RunFolder:
             reason = f"{error.filename or self.path} cannot be written ({error.strerror})"
             raise UserError(f"{reason}: choose another place") from None
         total = max(options.total_timesteps, step)
-        self.bar = tqdm(total=total, initial=step, unit=" steps", dynamic_ncols=True)
+        often_sec = 0.1 if sys.stderr.isatty() else 60.0  # a log file gets a line a minute
+        how = {"unit": " steps", "dynamic_ncols": True, "mininterval": often_sec}
+        self.bar = tqdm(total=total, initial=step, **how)
 
     def say(self, text):
         """Print a line above the progress bar."""
@@ -2666,11 +2888,15 @@ ALIASES = {
 
 
 def read_value(text):
-    """A Python literal, else the text itself.
+    """A Python literal, or `true`, `false`, `null` as other languages write them; else the text
+    itself.
 
-    >>> [read_value(text) for text in ("64", "(64, 64)", "None", "depth")]
-    [64, (64, 64), None, 'depth']
+    >>> [read_value(text) for text in ("64", "(64, 64)", "None", "depth", "false")]
+    [64, (64, 64), None, 'depth', False]
     """
+    words = {"true": True, "false": False, "null": None}
+    if text in words:
+        return words[text]
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):
@@ -2708,7 +2934,8 @@ def find(text, option):
     try:
         advice = "must be MODULE:NAME"
         if option == "--env-id":
-            advice = "an environment of a package is named package:Id-v0"
+            advice = "an environment of a package is named package:Id-v0; one that a program"
+            advice += " registers itself needs --num-workers 0"
         home = importlib.import_module(module) if module else None
         found = gym.spec(name) if option == "--env-id" else getattr(home, name)
     except (Exception, SystemExit) as error:  # whatever the module's own code raises
@@ -2784,6 +3011,11 @@ def build(options):
 def launch(options, run_class=Run):
     """Train as the options say. Returns the run folder. Raises UserError."""
     extended_class = extend(run_class, options)
+    # absolute, because an environment in this process may change the current folder
+    paths = {"runs_dir": os.path.abspath(options.runs_dir)}
+    if options.resume:
+        paths["resume"] = os.path.abspath(options.resume)
+    options = replace(options, **paths)
     with contextlib.closing(extended_class(options)) as run:
         train(run)
     return run.folder.path
@@ -2889,7 +3121,14 @@ def parse_options(argv, kind=Options):
         path = path / "checkpoint.pt"
     if given.resume and path.exists() and path.name != "checkpoint.pt":
         raise UserError(f"--resume {given.resume}: give a run folder")
-    place = {"checkpoint": str(path)} if given.checkpoint else {"resume": str(path.parent)}
+    if given.resume and not path.exists():
+        # a misspelt folder is not a new run; who continues one seldom says what it trains on
+        if not any(re.match("--env[-_]id\\b", word) for word in argv):
+            advice = "give --env-id, too, to begin a run there"
+            raise UserError(f"there is no checkpoint {path}: {advice}")
+        return kind(**asdict(given))
+    home = path.absolute()  # an environment in this process may change the current folder
+    place = {"checkpoint": str(home)} if given.checkpoint else {"resume": str(home.parent)}
     names = {field.name for field in fields(kind)} - {"device", "resume", "checkpoint"}
     try:
         saved = load_checkpoint(path)["options"]

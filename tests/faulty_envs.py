@@ -9,12 +9,14 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from array import array
 from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
+import torch
 
 from tests.envs import Count
 
@@ -149,6 +151,46 @@ class Stuck(Count):
         time.sleep(3600)
 
 
+class Endless(Count):
+    """Its episodes never end."""
+
+    def __init__(self, render_mode=None):
+        super().__init__(limit=10**9)
+
+
+class Meddler(Count):
+    """Changes what belongs to its whole process, as it is made and in every step; and keeps what it
+    finds there: its own state, not the trainer's."""
+
+    def __init__(self, render_mode=None):
+        super().__init__(limit=20)
+        os.chdir(tempfile.mkdtemp(prefix="of-the-environment"))
+        torch.set_grad_enabled(False)
+        torch.set_default_dtype(torch.float64)
+        torch.manual_seed(0)
+
+    def step(self, action):
+        assert os.path.basename(os.getcwd()).startswith("of-the-environment")
+        assert torch.get_default_dtype() is torch.float64 and not torch.is_grad_enabled()
+        torch.manual_seed(0)
+        return super().step(action)
+
+
+class Occupied(Count):
+    """Can be made once at a time, as if it had a port."""
+
+    def __init__(self, options, number, render_mode=None):
+        super().__init__(limit=20)
+        self.place = Path(options.runs_dir) / "port"
+        try:
+            self.place.mkdir()
+        except FileExistsError:
+            raise OSError("the port is in use") from None
+
+    def close(self):
+        self.place.rmdir()
+
+
 class Broken(Count):
     """Cannot even be made."""
 
@@ -276,8 +318,10 @@ class Traced(Count):
 
 gym.register("Household-v0", f"{__name__}:Household", kwargs={"options": None})
 gym.register("Traced-v0", f"{__name__}:Traced", kwargs={"options": None})
+arguments = {"options": None, "number": 0}
+gym.register("Occupied-v0", f"{__name__}:Occupied", kwargs=arguments)
 gym.register("Late-v0", f"{__name__}:Late", kwargs={"number": 0})
-for name in ("Broken", "Numbered", "Stuck", "Unusable"):
+for name in ("Broken", "Endless", "Meddler", "Numbered", "Stuck", "Unusable"):
     gym.register(f"{name}-v0", f"{__name__}:{name}")
 for fault in ("raise", "exit", "reward"):
     gym.register(

@@ -14,8 +14,8 @@ LINE = f"--env-kwargs {' '.join(WORDS)} --num-workers 0"
 
 def build(**options):
     """A policy on random weights, and what it needs to act once for each of B environments."""
-    # as if resumed: the agent's weights are in the run's checkpoint
-    given = {"env_kwargs": WORDS, "policy": "controller", "resume": "FOLDER", "device": "cpu"}
+    # as if evaluated: all weights come from a checkpoint
+    given = {"env_kwargs": WORDS, "policy": "controller", "checkpoint": "FILE", "device": "cpu"}
     options = ver_ppo.Options(hidden_size=16, **given, **options)
     spec, policy = ver_ppo.build(options)
     assert isinstance(policy, NeuralController)

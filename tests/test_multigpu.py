@@ -397,15 +397,15 @@ def test_preemption_in_hindsight(sampler):
 
 
 def test_step_seconds():
-    """By hand: until an environment had given its 4 steps, or until the end; those that gave none
-    count as one step."""
+    """By hand: until an environment had given its 4 steps, or until the end; a step
+    of those that gave none takes as long as the rollout."""
     rollout = ver_ppo.Rollout(SPEC, 12, 3, (2, 8), torch.device("cpu"))
     rollout.rows, rollout.clock = 7, (100.0, 110.0, 0.0)
     # the last five are of the rollout before
     rollout["env"][:] = [0, 1, 0, 0, 1, 0, 1, 2, 2, 2, 2, 2]
     rollout["began_at"][:7] = [100, 101, 102, 104, 103, 106, 107]
     rollout["step_sec"][:7] = [1, 1, 1, 1, 1, 2, 1]
-    found = ver_multigpu.step_seconds(rollout, quota=4).tolist()
+    found = ver_multigpu.step_seconds(rollout, 4, np.zeros(3)).tolist()
     assert found == pytest.approx([8 / 4, 10 / 3, 10])
 
 

@@ -41,15 +41,15 @@ def override_lines(overrides):
     """Keys and values as habitat-lab's configuration (Hydra) takes them. Raises ValueError for a
     key without a dot.
 
-    >>> override_lines({"habitat.seed": 3, "~habitat.task.sensors": None})
-    ['habitat.seed=3', '~habitat.task.sensors']
+    >>> override_lines({"habitat.seed": None, "~habitat.task.sensors": None})
+    ['habitat.seed=null', '~habitat.task.sensors']
     """
     lines = []
     for key, value in overrides.items():
         if "." not in key:
             example = "habitat.environment.max_episode_steps=300"
             raise ValueError(f"{key} is no argument, and no key of a configuration as {example}")
-        text = str(value)
+        text = "null" if value is None else str(value)
         if "{" in text:  # habitat-lab's {split} in a path: Hydra reads braces only in quotes
             text = "'" + text.strip("'\"") + "'"
         lines.append(key if key.startswith("~") else f"{key}={text}")  # ~ takes a key away
@@ -104,7 +104,7 @@ def own_lines(options, split, number):
     return [
         f"habitat.dataset.split={split}",
         f"habitat.simulator.habitat_sim_v0.gpu_device_id={gpu}",
-        f"habitat.seed={seed.generate_state(1)[0]}",
+        f"habitat.seed={seed.generate_state(1)[0] >> 1}",
         f"{iterator}.shuffle={trains}",
         f"{iterator}.max_scene_repeat_episodes={SCENE_EPISODES if trains else -1}",
     ]

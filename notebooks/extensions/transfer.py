@@ -21,7 +21,7 @@ class Transfer(ver_ppo.Run):
     def restore(self):
         if self.reset not in RESETS:
             raise ver_ppo.UserError(f"transfer: reset={self.reset}: must be one of {RESETS}")
-        if not self.options.resume:
+        if not ver_ppo.resumed_checkpoint(self.options):
             if not self.file:
                 raise ver_ppo.UserError("transfer: give a checkpoint: transfer(file=FILE)")
             start_from(self.policy, self.file, self.reset)

@@ -38,6 +38,8 @@ def simulate(
     best_sec = 0.0
     collected = 0
     limit = None  # the first rollout is never preempted
+    latest_sec = np.inf
+    step_sec_RN = np.zeros(size)
     for rollout in range(rollouts):
         changes_RN = rng.random(size) < 0.5
         scene_RN = np.where(changes_RN, rng.lognormal(0, scenes, size), scene_RN)
@@ -47,17 +49,19 @@ def simulate(
         in_order = np.sort(arrival_RS.ravel())
         end_R = arrival_RS[:, -1]  # of each rank's rollout
         if limit is not None and preemption == "optimal":
-            end_R = np.minimum(end_R, in_order[limit - 1])
+            end_sec = min(in_order[limit - 1], latest_sec)
+            end_R = np.minimum(end_R, np.maximum(end_sec, arrival_RS[:, 0]))
         if limit is not None and preemption == "threshold":
             quarter_R = arrival_RS[:, arrival_RS.shape[1] // 4 - 1]
             end_R = np.minimum(end_R, np.maximum(np.sort(end_R)[limit - 1], quarter_R))
         there_RS = arrival_RS <= end_R[:, None]
-        ranks = zip(arrival_RS, env_RS, there_RS, end_R)
-        step_sec_RN = np.array([step_seconds(*rank, num_envs, most_of_one) for rank in ranks])
+        ranks = zip(arrival_RS, env_RS, there_RS, end_R, step_sec_RN)
+        step_sec_RN = np.array([step_seconds(*rank, most_of_one) for rank in ranks])
         if preemption == "optimal":
-            limit, _ = ver_multigpu.optimal_preemption(
+            limit, predicted_sec = ver_multigpu.optimal_preemption(
                 step_sec_RN, num_steps, variable, learning_sec
             )
+            latest_sec = ver_multigpu.PATIENCE * predicted_sec
         elif preemption == "threshold":
             limit = ver_multigpu.threshold_preemption(num_ranks, SYNC_FRAC)
         update_sec = end_R.max() + learning_sec
@@ -91,10 +95,13 @@ def arrivals(residual_RN, duration_RNK, sampler, num_steps):
     return arrival_RS, order_RS // arrival_RNK.shape[2], arrival_RNK
 
 
-def step_seconds(arrival_S, env_S, there_S, end_sec, num_envs, most_of_one):
-    """As ver_multigpu.step_seconds, of one rank."""
-    steps_N = np.bincount(env_S[there_S], minlength=num_envs)
-    last_N = np.zeros(num_envs)
+def step_seconds(arrival_S, env_S, there_S, end_sec, known_N, most_of_one):
+    """As ver_multigpu.step_seconds, of one rank. (How long a simulator took is not known here.)"""
+    steps_N = np.bincount(env_S[there_S], minlength=len(known_N))
+    last_N = np.zeros(len(known_N))
     np.maximum.at(last_N, env_S[there_S], arrival_S[there_S])
     spent_N = np.where(steps_N >= most_of_one, last_N, end_sec)
-    return np.maximum(spent_N, 1e-9) / np.maximum(steps_N, 1)
+    step_sec_N = spent_N / np.maximum(steps_N, 1)
+    gave_none_N = steps_N == 0
+    step_sec_N[gave_none_N] = np.maximum(known_N, spent_N)[gave_none_N]
+    return np.maximum(step_sec_N, 1e-9)
