@@ -310,9 +310,10 @@ def test_auxiliary_loss_of_single_steps():
 
 
 def test_auxiliary_loss_in_a_run(tmp_path):
-    """It falls (from the second update on: the first rollout is not normalized)."""
-    losses = [value for _, value in curves(run("foresight", tmp_path, 1280))["losses/auxiliary"]]
-    assert 0 < np.mean(losses[-5:]) < 0.6 * np.mean(losses[1:4]), losses
+    """It falls (from the second update on: the first rollout is not normalized). Medians, because
+    single rollouts have losses many times as large."""
+    losses = [value for _, value in curves(run("foresight", tmp_path, 2560))["losses/auxiliary"]]
+    assert 0 < np.median(losses[-20:]) < 0.8 * np.median(losses[1:6]), losses
 
 
 def test_core(tmp_path):

@@ -529,13 +529,12 @@ def test_households(tmp_path):
 
 def test_children_of_a_run_that_is_killed(tmp_path, start):
     """Workers that leave because the main process is gone take along what environments have left
-    behind."""
+    behind. The process of the trial did so before training began."""
     line = "--env-id tests.faulty_envs:Household-v0 --env-kwargs leaves=True --num-workers 2"
     process, _ = start(f"{line} --total-timesteps 1000000")
-    wait_until(lambda: len(children_of(tmp_path)) == 5)
+    wait_until(lambda: len(children_of(tmp_path)) == 4 and run_folders(tmp_path))
     process.kill()
-    # that of the environment that was looked at before the run was a child of the run itself
-    wait_until(lambda: len(children_of(tmp_path)) == 1, 10)
+    wait_until(lambda: not children_of(tmp_path), 10)
 
 
 class Unclosable(gym.Env):
@@ -617,8 +616,8 @@ def test_an_environment_that_cannot_be_made_again(tmp_path, monkeypatch, capfd):
     assert "out of paint" in said
     assert "division by zero" in said
     assert "more than 3 restarts within an hour" in said
-    assert said.count("Traceback") == 4, "that of each error, and nothing more"
-    assert said.count("ZeroDivisionError") == 3
+    assert said.count("Traceback") == 1, "that of the step that raised"
+    assert said.count("ZeroDivisionError") == 3, "a line for each start"
 
 
 def test_restarts_are_forgotten(monkeypatch):
@@ -874,12 +873,14 @@ def test_a_refused_run_lets_its_folder_go(tmp_path, monkeypatch, capsys, call, r
     open_files = len(os.listdir("/proc/self/fd"))
     with monkeypatch.context() as patch:
         patch.setattr(ver_ppo.os, call, full_disk)
-        for _ in range(2 if resumed else 1):  # a new run would have the same name
+        for _ in range(2):
             words = "cannot be written (No space left on device): choose another place"
             one_line(capsys, args, words)
-    (folder,) = run_folders(tmp_path)
     assert len(os.listdir("/proc/self/fd")) <= open_files
-    os.close(ver_ppo.lock_folder(folder))
+    folders = run_folders(tmp_path)
+    assert len(folders) == (1 if resumed else 2)
+    for folder in folders:
+        os.close(ver_ppo.lock_folder(folder))
     if resumed:
         assert json.loads((folder / "options.json").read_text())["total_timesteps"] == 64
         assert ver_ppo.main(args) == 0
@@ -954,7 +955,7 @@ def test_training_in_a_thread(tmp_path):
 
 
 def test_a_program_without_a_guard(tmp_path):
-    """The first worker that imports it says how to write it; no worker makes a run folder."""
+    """multiprocessing says how to write it, and no process makes a run folder."""
     options = f'env_id="CartPole-v1", num_workers=2, runs_dir={str(tmp_path / "runs")!r}'
     program = tmp_path / "program.py"
     program.write_text(f"import ver_ppo\n\nver_ppo.launch(ver_ppo.Options({options}))\n")
@@ -962,8 +963,8 @@ def test_a_program_without_a_guard(tmp_path):
     done = subprocess.run(
         [sys.executable, program], env=environment, capture_output=True, text=True, timeout=60
     )
-    assert done.returncode and "train in `if __name__ == '__main__':`" in done.stderr
-    assert len(list((tmp_path / "runs").iterdir())) == 1
+    assert done.returncode and "if __name__ == '__main__':" in done.stderr
+    assert not (tmp_path / "runs").exists()
 
 
 class Reordered(ver_ppo.Policy):
