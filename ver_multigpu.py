@@ -141,19 +141,19 @@ class Ranks:
         ranks weigh the same. On CPUs as fast as DistributedDataParallel, which hides the message
         behind the backward pass."""
         flat = torch.cat([tensor.flatten() for tensor in tensors])
-        self.call(dist.all_reduce, flat)  # COLLECTIVE
+        self.call(dist.all_reduce, flat)
         parts = (flat / self.size).split([tensor.numel() for tensor in tensors])
         for tensor, part in zip(tensors, parts):
             tensor.copy_(part.view_as(tensor))
 
     def broadcast(self, tensor):
         """Overwrite a tensor with that of rank 0."""
-        self.call(dist.broadcast, tensor.data, 0)  # COLLECTIVE
+        self.call(dist.broadcast, tensor.data, 0)
 
-    def gather(self, thing=None):
+    def gather(self, thing):
         """The `thing` of every rank, in order of rank."""
         things = [None] * self.size
-        self.call(dist.all_gather_object, things, thing)  # COLLECTIVE
+        self.call(dist.all_gather_object, things, thing)
         return things
 
     def agree(self, failure):
@@ -231,15 +231,16 @@ def optimal_preemption(step_sec_RN, num_steps, variable, learning_sec):
 
     `step_sec_RN`: every environment's mean seconds per step, inference included. A group gives
     steps at a constant rate until it has given all it may: with `variable` rollouts a rank is a
-    group and gives T x N, else each environment is one and gives T. So what is collected by a time
-    is concave in it, and the best time is one at which a group is done.
+    group and gives T x N, else each environment is one and gives T. From one time at which a group
+    is done to the next, the number of steps is a straight line over time, and S / (Time(S) + LT)
+    only rises or only falls. So the best time is one at which a group is done.
 
     Here the third rank is not worth waiting for:
 
     >>> optimal_preemption(np.array([[0.01], [0.01], [0.1]]), 100, True, learning_sec=0.5)
     (210, 1.0)
     """
-    rate_RN = 1 / np.maximum(step_sec_RN, 1e-9)
+    rate_RN = 1 / step_sec_RN
     if variable:
         most = num_steps * rate_RN.shape[1]
         rate_G = rate_RN.sum(axis=1)
@@ -269,12 +270,11 @@ def step_seconds(rollout, quota, known_N):
     lower bounds: a mean step takes as long as its simulator did, and if an environment gave no
     step, its steps take as long as before (`known_N`), or as the rollout.
     """
-    began_at, ended_at, _ = rollout.clock
     steps = rollout.complete
     given_N = np.bincount(steps["env"], minlength=rollout.num_envs)
     last_N = np.zeros(rollout.num_envs)
     np.maximum.at(last_N, steps["env"], steps["began_at"] + steps["step_sec"])
-    spent_N = np.where(given_N >= quota, last_N, ended_at) - began_at
+    spent_N = np.where(given_N >= quota, last_N, rollout.ended_at) - rollout.started_at
     simulated_N = np.bincount(steps["env"], steps["step_sec"], minlength=rollout.num_envs)
     step_sec_N = np.maximum(spent_N, simulated_N) / np.maximum(given_N, 1)
     gave_none_N = given_N == 0
@@ -284,12 +284,16 @@ def step_seconds(rollout, quota, known_N):
 
 def fill_up(learned, newest, rollout):
     """Put a rollout, preempted or not, in front of the S steps that this rank learned from before,
-    and drop as many of the oldest: so there are S again (VER section 2.3).
+    and drop as many of the oldest, so that there are S again (VER section 2.3).
 
     `learned` has the `newest` steps of the last rollout first, then older steps, each part in time
-    order. Afterwards it has the steps of this rollout first, then the older steps that stay. These
-    keep their advantages, returns and weights. Those of one environment are one segment, since no
-    step is missing between its rollouts.
+    order. With S = 6, where the last rollout gave c d e, older ones x y z, and this one a b:
+
+        before   c d e | x y z
+        after    a b | z c d e
+
+    The older steps keep their advantages, returns and weights. All older steps of an environment
+    are one segment, since no step is missing between its rollouts.
     """
     fresh = np.arange(rollout.rows)
     rest = np.arange(rollout.rows, learned.capacity)
@@ -432,7 +436,7 @@ class RankRun(ver_ppo.Run):
         super().advantages(rollout)
         if self.options.preemption == "none":
             return rollout
-        if not self.learned:  # the first rollout is never preempted
+        if self.learned is None:  # the first rollout is never preempted
             size = rollout.capacity, rollout.num_envs, self.policy.state_shape, rollout.device
             self.learned = ver_ppo.Rollout(self.spec, *size)
             self.learned.rows = rollout.capacity

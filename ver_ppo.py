@@ -5,8 +5,8 @@ slowest. VER does not: the environments that have answered form the next inferen
 rollout ends when S = T x N steps are complete (--num-steps times --num-envs), no matter how many
 each environment contributed. A step that is in flight at that moment counts for the rollout in
 which it is completed. The uneven experience is cut into mini-batches of equal size for a recurrent
-network, and steps from fast environments are down-weighted. With one learner and no extension,
-fewer than N steps of a rollout come from an older policy: at most one of each environment.
+network, and steps from fast environments are down-weighted. Steps of a rollout that come from an
+older policy are few: without extensions, at most one from each environment.
 
     python ver_ppo.py --env-id pointnav            trains, shows its progress, evaluates
     python ver_ppo.py --help                       explains every option
@@ -192,8 +192,8 @@ def train(run):
         while run.step < run.options.total_timesteps:
             rollout = run.next_rollout(source)  # Collector.collect
             with run.learning() as logs:
-                learned = run.advantages(rollout)  # add_advantages; here: the rollout itself
-                logs.update(run.update(learned))  # ppo_update
+                to_learn = run.advantages(rollout)  # add_advantages; returns the rollout itself
+                logs.update(run.update(to_learn))  # ppo_update
             run.log(rollout, logs)
     run.evaluate()
 
@@ -503,7 +503,9 @@ class Rollout(Steps):
         self.rows = 0
         # of each segment: the value of what follows its last step
         self.bootstrap = np.zeros(num_envs, np.float32)
-        self.clock = (0.0, 0.0, 0.0)  # when collecting began and ended, seconds that it waited
+        self.started_at = 0.0  # when collecting started (time.perf_counter) ...
+        self.ended_at = 0.0  # ... and ended,
+        self.waited_sec = 0.0  # and how long it waited for answers
 
     @property
     def complete(self):
@@ -608,12 +610,12 @@ class Environment:
             io["episode_stats"][e] = [self.total_reward, self.length, *metrics]
         self.write(io["final_obs" if ended else "obs"], observation)
         io["began_at"][e] = began_at
-        io["step_sec"][e] = time.perf_counter() - began_at
+        io["step_sec"][e] = time.perf_counter() - began_at  # without the reset, which may crash
         io["lost"][e] = False
         io["unfinished"][e] = False  # from here on, a crash in the reset does not lose the step
         if ended:
             self.reset()
-            io["step_sec"][e] = time.perf_counter() - began_at
+            io["step_sec"][e] = time.perf_counter() - began_at  # with the reset
 
     def write(self, column, observation):
         """Copy an observation into this environment's row of `obs` or `final_obs`. Raises BadAnswer
@@ -634,22 +636,12 @@ class Environment:
         self.env = None
 
 
-def is_due(num_answered, num_environments, sec):
-    """Whether a worker sends the answers that it has before it steps the rest. Asked after every
-    answer.
-
-    After 2 ms it does so if half of its environments have answered. Inference then computes their
-    next actions while the worker steps the other half: double-buffered sampling (Sample Factory,
-    section 3.2). After a second it sends whatever it has; otherwise it would seem to hang.
-    """
-    return sec > 1.0 or (sec > 0.002 and 2 * num_answered >= num_environments)
-
-
 def env_worker(inbox, outbox, environments):
     """Body of a worker process: step the environments whose numbers arrive in the inbox, and send
     the numbers of those that have answered to the outbox.
 
-    Ends at the end of the inbox, when the process that collects closes it or dies.
+    `environments` maps numbers to Environments. Ends at the end of the inbox, when the process that
+    collects closes it or dies.
     """
     torch.set_num_threads(1)
     while asked := read_numbers(inbox):
@@ -664,10 +656,19 @@ def env_worker(inbox, outbox, environments):
                     answered = []
                     since = time.perf_counter()
         finally:  # if an environment raises, the ones before it have answered
-            send_numbers(outbox, answered)
-    # in reverse: the OpenGL contexts of later environments may share that of the first
-    for environment in reversed(environments.values()):
-        environment.close()
+            if answered:
+                send_numbers(outbox, answered)
+
+
+def is_due(num_answered, num_environments, sec):
+    """Whether a worker sends the answers that it has before it steps the rest. Asked after every
+    answer.
+
+    After 2 ms it does so if half of its environments have answered. Inference then computes their
+    next actions while the worker steps the other half: double-buffered sampling (Sample Factory,
+    section 3.2). After a second it sends whatever it has; otherwise it would seem to hang.
+    """
+    return sec > 1.0 or (sec > 0.002 and 2 * num_answered >= num_environments)
 
 
 class Workers:
@@ -683,20 +684,22 @@ class Workers:
         self.num_workers = num_workers
         self.context = process_context()
         self.asked_N = np.zeros(len(environments), bool)  # environments that owe an answer
+        # one pipe to each worker: this process writes commands, the worker reads its inbox
+        pipes = [self.context.Pipe(duplex=False) for _ in range(num_workers)]
+        self.inboxes, self.commands = zip(*pipes)
+        # one pipe back: workers write to their common outbox, this process reads answers
         self.answers, self.outbox = self.context.Pipe(duplex=False)
         self.poll = select.poll()
         self.poll.register(self.answers, select.POLLIN)
-        self.pipes = [self.context.Pipe(duplex=False) for _ in range(num_workers)]
         self.supervisor = Supervisor(environments[0].options, num_workers)
         self.processes = [self.start(worker) for worker in range(num_workers)]
         self.send(np.arange(len(environments)))
 
     def start(self, worker):
-        """Start a worker's process: `env_worker`, inside `guarded_worker`, which reports errors. It
-        has every W-th environment."""
+        """Start a worker's process, which has every W-th environment: `guarded_worker` runs
+        `env_worker`, reports errors, and closes the environments."""
         mine = {each.number: each for each in self.environments[worker :: self.num_workers]}
-        inbox, _ = self.pipes[worker]
-        arguments = inbox, self.outbox, mine
+        arguments = self.inboxes[worker], self.outbox, mine
         process = self.context.Process(target=guarded_worker, args=arguments, daemon=True)
         process.start()
         return process
@@ -706,26 +709,45 @@ class Workers:
         self.asked_N[env_B] = True
         worker_B = env_B % self.num_workers
         for worker in set(worker_B.tolist()):
-            _, command = self.pipes[worker]
-            send_numbers(command, env_B[worker_B == worker].tolist())
+            send_numbers(self.commands[worker], env_B[worker_B == worker].tolist())
 
     def receive(self, timeout_sec):
-        """Numbers of the environments that have answered; [] if none does within this time. A
-        worker that is replaced may have sent answers before, so these are added."""
+        """Numbers of the environments that have answered; [] if none does within this time."""
         answered = self.read(timeout_sec)
-        return answered + self.supervisor.replace_failed(self, answered)
+        for worker, reason in self.supervisor.find_failed(self):
+            answered += self.replace(worker, reason)
+        return answered
 
     def read(self, timeout_sec):
-        """As `receive`, but nobody is replaced."""
+        """As `receive`, but no worker is replaced."""
         ready = self.poll.poll(1000 * timeout_sec)
         answered = read_numbers(self.answers) if ready else []
         self.asked_N[answered] = False
+        self.supervisor.note_answers(answered)
         return answered
+
+    def replace(self, worker, reason):
+        """Start a worker's process again; its environments that owe an answer start in it. Returns
+        the environments whose answers the old process had sent before."""
+        end_process(self.processes[worker], 0)
+        self.supervisor.note_restart(worker, reason)
+        answered = self.read(0)
+        inbox = self.inboxes[worker]
+        while inbox.poll():  # what the old process had not read yet
+            read_numbers(inbox)
+        self.processes[worker] = self.start(worker)
+        self.send(self.owed(worker))
+        return answered
+
+    def owed(self, worker):
+        """Numbers of this worker's environments that owe an answer."""
+        env_N = np.flatnonzero(self.asked_N)
+        return env_N[env_N % self.num_workers == worker]
 
     def close(self):
         """End the processes: they leave at the end of their pipe, or are killed after 5 s."""
         until = time.monotonic() + 5
-        for _, command in self.pipes:
+        for command in self.commands:
             command.close()
         for process in self.processes:
             end_process(process, max(0.0, until - time.monotonic()))
@@ -737,8 +759,8 @@ class Workers:
 class Collector:
     """Collects rollouts with a policy, and remembers what passes from one rollout to the next.
 
-    `enough` is a function of the number of complete steps that says whether a rollout ends early.
-    It does after a signal, and with many GPUs when waiting for this process would cost too much.
+    `enough` is a function of the number of complete steps. It says whether a rollout ends early: a
+    signal ends it, and with many GPUs, so does a rank for which waiting would cost too much.
     """
 
     def __init__(self, policy, workers, io, spec, options, enough=lambda rows: False):
@@ -774,7 +796,7 @@ class Collector:
         the rollout is full, and with `nover` and `sync` when the environment has given T steps.
         Steps in flight at the end stay pending.
         """
-        began_at = time.perf_counter()
+        rollout.started_at = time.perf_counter()
         rollout.rows = 0
         self.given_N[:] = 0
         self.waited_sec = 0.0
@@ -783,16 +805,17 @@ class Collector:
         full = self.is_full(rollout)
         while not full:
             env_B = self.await_answers(room=rollout.capacity - rollout.rows)
-            acted_B = env_B[self.in_flight_N[env_B]]  # the others have just started: no step yet
-            row_B = rollout.rows + np.arange(len(acted_B))
-            self.complete_steps(rollout, acted_B, row_B)
-            rollout.rows += len(acted_B)
+            stepped_B = env_B[self.in_flight_N[env_B]]  # the others have just started: no step yet
+            row_B = rollout.rows + np.arange(len(stepped_B))
+            self.complete_steps(rollout, stepped_B, row_B)
+            rollout.rows += len(stepped_B)
             full = self.is_full(rollout)
             wanted_B = (self.given_N[env_B] < self.options.quota) & (not full)
             self.act(env_B[wanted_B])
             self.idle = np.append(self.idle, env_B[~wanted_B])
         rollout.bootstrap[:] = self.bootstrap_values()
-        rollout.clock = (began_at, time.perf_counter(), self.waited_sec)
+        rollout.ended_at = time.perf_counter()
+        rollout.waited_sec = self.waited_sec
 
     def is_full(self, rollout):
         """Whether the rollout ends here: it has S steps, or `enough` says so."""
@@ -918,8 +941,8 @@ def rollouts_in_turn(run):
     # An episode's number seeds it. An environment has ended at most run.step episodes, because each
     # took a step or more. So a run that is resumed, and numbers from there on, repeats none of them
     io = EnvIO(run.spec, options.num_envs, first_episode=run.step)
-    size = options.rollout_steps, options.num_envs
-    rollout = Rollout(run.spec, *size, policy.state_shape, device)
+    capacity = options.rollout_steps
+    rollout = Rollout(run.spec, capacity, options.num_envs, policy.state_shape, device)
     # `Workers`, or with --num-workers 0 `InlineWorkers`
     with contextlib.closing(make_workers(options, "train", run.spec, io)) as workers:
         collector = run.collector_class(policy, workers, io, run.spec, options, run.enough)
@@ -1117,15 +1140,14 @@ def ppo_loss(distribution, value_M, batch, log_ent_coef, options):
     loss = policy_loss + options.vf_coef * value_loss - ent_coef.detach() * entropy_bonus
     if options.target_entropy is not None:  # moves the coefficient alone
         loss = loss + ent_coef * (entropy_M.mean().detach() - options.target_entropy)
-    with torch.no_grad():
-        logs = {
-            "losses/policy_loss": policy_loss,
-            "losses/value_loss": value_loss,
-            "losses/entropy": entropy_M.mean(),
-            "losses/approx_kl": (ratio_M - 1 - log_ratio_M).mean(),
-            "losses/clipfrac": ((ratio_M - 1).abs() > options.clip_coef).float().mean(),
-            "losses/ent_coef": ent_coef,
-        }
+    logs = {
+        "losses/policy_loss": policy_loss,
+        "losses/value_loss": value_loss,
+        "losses/entropy": entropy_M.mean(),
+        "losses/approx_kl": (ratio_M - 1 - log_ratio_M).mean(),
+        "losses/clipfrac": ((ratio_M - 1).abs() > options.clip_coef).float().mean(),
+        "losses/ent_coef": ent_coef,
+    }
     return loss, {name: value.detach() for name, value in logs.items()}
 
 
@@ -1231,6 +1253,7 @@ class Run:
         self.step = 0  # environment steps learned from
         self.version = 0  # updates made
         self.recent = deque(maxlen=100)  # episode_stats of the last episodes
+        self.num_workers, _ = count_workers(self.options, self.spec)
         self.stopwatch = Stopwatch()
         self.signal = None
         self.threads = LearnerThreads(self.options)
@@ -1240,8 +1263,7 @@ class Run:
         self.restore()
         set_up_memory()
         self.first_step = self.step
-        self.saved_step = self.step
-        self.is_saved = False  # this process has written a checkpoint of all that was learned
+        self.saved_step = None  # of the last checkpoint that this process has written
         self.folder = self.open_folder()
 
     def make_optimizer(self):
@@ -1348,26 +1370,22 @@ class Run:
         """Count an update and its steps, keep its numbers, now and then write a checkpoint."""
         if self.options.debug:
             check_rollout(rollout, self.version, self.max_lag)
-        workers, _ = count_workers(self.options, self.spec)
         logs |= summarize_rollout(rollout, self.version)
-        logs |= self.stopwatch.lap(rollout, logs["time/learning_sec"], workers)
+        logs |= self.stopwatch.lap(rollout, logs["time/learning_sec"], self.num_workers)
         logs["charts/return_scale"] = self.policy.critic.scale.item()
         steps, logs, episodes = self.combine(rollout, logs)
         self.step += steps
         self.version += 1
-        self.is_saved = False
         self.recent.extend(episodes)
         logs["charts/SPS_update"] = steps / logs["time/cycle_sec"]
         logs["charts/SPS"] = (self.step - self.first_step) / self.stopwatch.passed_sec()
         logs |= mean_episode(self.recent, self.spec)
         self.stopwatch.remember(logs)
-        if self.stopwatch.remembers == ADVICE_AFTER_UPDATES:
-            self.folder.say(self.stopwatch.advice(self.options))
-            if not self.recent:
-                self.folder.say(f"no episode has ended in {self.step:,} steps; {TIME_LIMIT_ADVICE}")
+        self.folder.say(self.stopwatch.early_advice(self))
         self.folder.progress(self.step, logs)
         self.folder.write_scalars(logs, self.step)
-        if self.step - self.saved_step >= self.options.checkpoint_interval:
+        interval = self.options.checkpoint_interval
+        if self.step // interval > (self.step - steps) // interval:  # passes a multiple of it
             self.save()
 
     def combine(self, rollout, logs):
@@ -1377,11 +1395,10 @@ class Run:
     def save(self):
         """Write a checkpoint, unless this process has written one at this step. Raises OSError if
         that fails, as on a full disk; the checkpoint before stays."""
-        if self.is_saved:
+        if self.saved_step == self.step:
             return
         self.folder.write_checkpoint(run_state(self))
         self.saved_step = self.step
-        self.is_saved = True
 
     def evaluate(self):
         """Evaluate what was learned."""
@@ -1638,9 +1655,13 @@ def try_env(trial):
 
 def where_raised(error):
     """An error in one line: its kind, its text, and the line of code that raised it."""
-    reason = f"{type(error).__name__}: {error}".splitlines()[0]
     where = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{reason}; {where.filename}:{where.lineno}: {where.line}"
+    return f"{first_line(error)}; {where.filename}:{where.lineno}: {where.line}"
+
+
+def first_line(error):
+    """The kind of an error, and the first line of its text."""
+    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def metrics_of(env):
@@ -2195,30 +2216,33 @@ class InlineWorkers:
 
 
 def guarded_worker(inbox, outbox, environments):
-    """`env_worker` in a process group of its own. An exception is printed and ends the process,
-    whatever threads the simulators have."""
+    """`env_worker` in a process group of its own; at the end, close the environments. An exception
+    is printed and ends the process, whatever threads the simulators have."""
     lead_group()
     status = 1
     try:
         env_worker(inbox, outbox, environments)
-        if not multiprocessing.parent_process().is_alive():  # nobody is left for `end_process`
-            os.killpg(0, signal.SIGKILL)
-        return
+        status = 0
     except EnvironmentFailure as error:
         tell(str(error))
         statuses = {BadAnswer: BAD_ANSWER_STATUS, NotMade: NOT_MADE_STATUS}
         status = statuses.get(type(error), status)
-    except BrokenPipeError:  # whoever collects has died
+    except BrokenPipeError:  # the process that collects has died
         pass
-    # then the process ends, with that status: a simulator may hang when it is closed
-    threading.Timer(CLOSING_SEC, os._exit, [status]).start()
+    if status:  # a simulator may hang when it is closed
+        threading.Timer(CLOSING_SEC, os._exit, [status]).start()
+    # in reverse: the OpenGL contexts of later environments may share that of the first
     for environment in reversed(environments.values()):
         environment.close()
-    os._exit(status)
+    if not multiprocessing.parent_process().is_alive():  # nobody is left for `end_process`
+        os.killpg(0, signal.SIGKILL)
+    if status:
+        os._exit(status)
 
 
 class Supervisor:
-    """Replaces worker processes that have died, or were silent for --env-timeout.
+    """Finds worker processes that have died, or were silent for --env-timeout. `Workers.replace`
+    starts them again.
 
     The environments that owe an answer then start again, which is an answer. The other environments
     of the worker start when their next action arrives, and that step is lost.
@@ -2230,15 +2254,25 @@ class Supervisor:
         self.timeout_sec = options.env_timeout
         self.restarts = Restarts(options)
         self.looked_at = time.monotonic()
+        self.num_workers = num_workers
         # of workers that owe an answer: seconds without one
         self.silent_sec_W = np.zeros(num_workers)
         self.has_answered_W = np.zeros(num_workers, bool)
 
-    def replace_failed(self, workers, answered):
-        """Look at the workers, five times a second at most, and replace those that have failed.
-        `answered`: environments that have just answered. Returns more of them, whose answers a
-        worker had sent before it was replaced. Raises EnvironmentFailure."""
-        self.note_answers(workers, answered)
+    def note_answers(self, answered):
+        """The workers of these environments are alive."""
+        worker_B = np.array(answered, int) % self.num_workers
+        self.silent_sec_W[worker_B] = 0.0
+        self.has_answered_W[worker_B] = True
+
+    def note_restart(self, worker, reason):
+        """A worker starts again. Raises EnvironmentFailure if that happens too often."""
+        self.restarts.note(reason)
+        self.silent_sec_W[worker] = 0.0
+
+    def find_failed(self, workers):
+        """Look at the workers, five times a second at most. Returns those that have failed, each
+        with the reason. Raises EnvironmentFailure if starting one again would not help."""
         passed_sec = time.monotonic() - self.looked_at
         if passed_sec < self.LOOK_SEC:
             return []
@@ -2246,45 +2280,24 @@ class Supervisor:
         # a long time without a look, in which this process was stopped, or has learned, counts a
         # tenth of the limit at most
         self.silent_sec_W += min(passed_sec, self.timeout_sec / 10)
-        more = []
+        failed = []
         for worker, process in enumerate(workers.processes):
-            mine = np.arange(worker, len(workers.asked_N), workers.num_workers)
-            owed = mine[workers.asked_N[mine]]
-            if not len(owed):
+            owed = workers.owed(worker).tolist()
+            if not owed:
                 self.silent_sec_W[worker] = 0.0
             if process.exitcode is not None:
-                who = f"worker {worker} (environments {mine.tolist()})"
+                mine = list(range(worker, len(workers.environments), self.num_workers))
+                who = f"worker {worker} (environments {mine})"
                 reason = f"{who} died with exit code {process.exitcode}"
                 if process.exitcode == BAD_ANSWER_STATUS:
                     raise BadAnswer(f"{reason}: the answer above is not allowed")
                 if process.exitcode == NOT_MADE_STATUS and not self.has_answered_W[worker]:
                     raise NotMade(f"{who} could not start: the reason is above")
-                more += self.replace(workers, worker, mine, reason)
+                failed.append((worker, reason))
             elif self.silent_sec_W[worker] > self.timeout_sec:
-                who = f"environments {owed.tolist()}"
-                reason = f"no answer from {who} for {self.timeout_sec:.0f} s (--env-timeout)"
-                more += self.replace(workers, worker, mine, reason)
-        return more
-
-    def note_answers(self, workers, answered):
-        """The workers of these environments are alive."""
-        worker_B = np.array(answered, int) % workers.num_workers
-        self.silent_sec_W[worker_B] = 0.0
-        self.has_answered_W[worker_B] = True
-
-    def replace(self, workers, worker, mine, reason):
-        """Start a worker's process again. Returns environments whose answers had arrived."""
-        end_process(workers.processes[worker], 0)
-        self.restarts.note(reason)
-        answered = workers.read(0)
-        self.note_answers(workers, answered)
-        inbox, _ = workers.pipes[worker]
-        while inbox.poll():
-            read_numbers(inbox)
-        self.silent_sec_W[worker] = 0.0
-        workers.processes[worker] = workers.start(worker)
-        workers.send(mine[workers.asked_N[mine]])
-        return answered
+                limit = f"{self.timeout_sec:.0f} s (--env-timeout)"
+                failed.append((worker, f"no answer from environments {owed} for {limit}"))
+        return failed
 
 
 def check_process(options):
@@ -2316,8 +2329,7 @@ def check_rollout(rollout, version, lag=0):
     """Assert every invariant of a rollout (--debug), collected by a policy of this version or at
     most `lag` before it."""
     steps = rollout.complete
-    began_at, _, _ = rollout.clock
-    carried_S = steps["sent_at"] < began_at
+    carried_S = steps["sent_at"] < rollout.started_at
     carried = steps["env"][carried_S]
     new_version = steps["version"][~carried_S]
     assert 0 < len(steps) <= rollout.capacity, "a rollout has at most S steps"
@@ -2341,8 +2353,7 @@ def check_rollout(rollout, version, lag=0):
 # ----------------------------------------------------------------------------- Logs and evaluation
 # Adds what is said of a run: where the time goes, how uneven the environments and how old the data
 # are, and an evaluation. The lesson calls `mean_logs`, `summarize_rollout`, `finished_episodes`,
-# `mean_episode`, `Stopwatch`, `ADVICE_AFTER_UPDATES`, `TIME_LIMIT_ADVICE`, `headline` and
-# `report_evaluation`.
+# `mean_episode`, `count_workers`, `Stopwatch`, `headline` and `report_evaluation`.
 
 
 def mean_logs(logs):
@@ -2362,7 +2373,6 @@ def summarize_rollout(rollout, version):
     """What to log of a rollout, learned from by the policy of this version: how good the values
     were, how uneven the environments, and how old the data."""
     steps = rollout.complete
-    began_at, _, _ = rollout.clock
     lag_S = version - steps["version"]
     given_N = np.bincount(steps["env"], minlength=rollout.num_envs)
     returns_S = steps["returns"].astype(float)
@@ -2373,7 +2383,7 @@ def summarize_rollout(rollout, version):
         "ver/batch_size": len(steps) / len(np.unique(steps["sent_at"])),
         "ver/steps_per_env_min": given_N.min(),
         "ver/steps_per_env_max": given_N.max(),
-        "ver/carried_share": (steps["sent_at"] < began_at).mean(),
+        "ver/carried_share": (steps["sent_at"] < rollout.started_at).mean(),
         "ver/policy_lag_mean": lag_S.mean(),
         "ver/policy_lag_max": lag_S.max(),
         "ver/importance_weight": steps["weight"].mean(),
@@ -2424,8 +2434,8 @@ class Stopwatch:
         now = time.perf_counter()
         cycle_sec = now - self.lap_at
         self.lap_at = now
-        began_at, ended_at, waited_sec = rollout.clock
-        rollout_sec = ended_at - began_at
+        rollout_sec = rollout.ended_at - rollout.started_at
+        waited_sec = rollout.waited_sec
         simulated_sec = rollout.complete["step_sec"].sum()
         busy_share = simulated_sec / max(1, workers) / rollout_sec
         if workers == 0:  # the simulators run in this process: not inference, but waiting
@@ -2447,6 +2457,15 @@ class Stopwatch:
         if self.remembers >= 0:
             self.cycles.append((logs["time/cycle_sec"], shares))
         self.remembers += 1
+
+    def early_advice(self, run):
+        """After ten updates: the advice, and whether episodes end at all. Otherwise nothing."""
+        if self.remembers != ADVICE_AFTER_UPDATES:
+            return ""
+        advice = self.advice(run.options)
+        if not run.recent:
+            advice += f"\nno episode has ended in {run.step:,} steps; {TIME_LIMIT_ADVICE}"
+        return advice
 
     def advice(self, options):
         """One line that says what took most of the time in the last hundred updates."""
@@ -2589,7 +2608,7 @@ def load_checkpoint(path):
 
 def write_file(path, write):
     """Write a file by the function `write`, atomically: a crash leaves the old file or the new one.
-    Raises OSError, or RuntimeError (torch), if the disk is full."""
+    Raises OSError, if the disk is full, say."""
     temporary = path.with_suffix(".tmp")
     try:
         with open(temporary, "wb") as file:
@@ -2597,7 +2616,7 @@ def write_file(path, write):
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except (OSError, RuntimeError):
+    except OSError:
         temporary.unlink(missing_ok=True)
         raise
 
@@ -2608,7 +2627,7 @@ def write_checkpoint(content, path):
         memory = BytesIO()  # torch hides the reason why a file cannot be written
         torch.save(content, memory)
         write_file(path, lambda file: file.write(memory.getbuffer()))
-    except (OSError, RuntimeError) as error:
+    except OSError as error:
         reason = str(error).splitlines()[0][:200]
         what = f"the checkpoint of step {content['step']} cannot be written to {path}"
         raise OSError(f"{what}, the one before stays: {reason}") from None
@@ -2939,7 +2958,7 @@ def find(text, option):
         home = importlib.import_module(module) if module else None
         found = gym.spec(name) if option == "--env-id" else getattr(home, name)
     except (Exception, SystemExit) as error:  # whatever the module's own code raises
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        reason = first_line(error)
         if isinstance(error, ModuleNotFoundError):
             advice += "; a file in this folder is found with PYTHONPATH=. before the command"
         raise UserError(f"{option} {text} cannot be found ({reason}): {advice}") from None

@@ -100,7 +100,7 @@ def test_carry_over():
     assert rollout["version"][step] == 0
     assert rollout["reward"][step] == pytest.approx(reward_of(2, 0))
     assert (np.delete(rollout["version"], step) == 1).all()
-    assert (rollout["sent_at"] < rollout.clock[0]).sum() == 1
+    assert (rollout["sent_at"] < rollout.started_at).sum() == 1
 
 
 @torch.no_grad()
@@ -242,7 +242,7 @@ def test_copies_of_tables(copy_of):
     other = copy_of(rollout)
     assert other.records.tobytes() == rollout.records.tobytes()
     assert torch.equal(other.obs["obs"], rollout.obs["obs"])
-    assert (other.rows, other.clock) == (rollout.rows, rollout.clock)
+    assert (other.rows, other.started_at) == (rollout.rows, rollout.started_at)
     assert not np.shares_memory(other.records, rollout.records)
     rollout["reward"][:] = 5.0
     rollout.obs["obs"].fill_(5.0)
@@ -268,7 +268,7 @@ def go_back(rollout):
 # a way to break each invariant that check_rollout states, and the message that it should cause
 CORRUPTIONS = [
     ("at most S steps", lambda r: setattr(r, "rows", 0)),
-    ("one step at most was in flight", lambda r: setattr(r, "clock", (np.inf, np.inf, 0.0))),
+    ("one step at most was in flight", lambda r: setattr(r, "started_at", np.inf)),
     ("come from the current policy", lambda r: np.put(r["version"], steps_of(r, 0)[3], 0)),
     ("a policy that is still to come", lambda r: np.put(r["version"], steps_of(r, 0)[3], 2)),
     ("are of one environment", lambda r: np.put(r["env"], steps_of(r, 0)[3], 1)),

@@ -400,7 +400,7 @@ def test_step_seconds():
     """By hand: until an environment had given its 4 steps, or until the end; a step
     of those that gave none takes as long as the rollout."""
     rollout = ver_ppo.Rollout(SPEC, 12, 3, (2, 8), torch.device("cpu"))
-    rollout.rows, rollout.clock = 7, (100.0, 110.0, 0.0)
+    rollout.rows, rollout.started_at, rollout.ended_at = 7, 100.0, 110.0
     # the last five are of the rollout before
     rollout["env"][:] = [0, 1, 0, 0, 1, 0, 1, 2, 2, 2, 2, 2]
     rollout["began_at"][:7] = [100, 101, 102, 104, 103, 106, 107]

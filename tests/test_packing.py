@@ -55,7 +55,7 @@ def test_packed_lstm_is_stepping(options):
     policy, rollout, c = build(workers, 5, 12, **options)
     for c.version in range(3):
         c.collect(rollout)
-    assert (rollout["sent_at"] < rollout.clock[0]).any()
+    assert (rollout["sent_at"] < rollout.started_at).any()
     for count in (1, 2, 5, 12):
         sequences = ver_ppo.find_sequences(rollout["segment"], rollout["first"])
         for minibatch in ver_ppo.cut_minibatches(sequences, count):

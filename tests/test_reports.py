@@ -270,7 +270,8 @@ def test_seconds_of_a_rank_that_gives_no_step():
     takes 8 s, although the rollout lasted 3."""
     rollout = ver_ppo.Rollout(SPEC, 4, 3, (2, 8), torch.device("cpu"))
     rollout.rows = 1
-    rollout.clock = (100.0, 103.0, 0.0)
+    rollout.started_at = 100.0
+    rollout.ended_at = 103.0
     rollout["env"][0] = 1
     rollout["began_at"][0] = 94.0
     rollout["step_sec"][0] = 8.0

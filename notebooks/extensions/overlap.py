@@ -146,7 +146,7 @@ def collector_process(inbox, outbox, spec, options, step, collector_class, rollo
                 rollout = rollouts[numbers[0]]
                 collector.collect(rollout)
                 if not ended():
-                    news = "rows", "bootstrap", "clock"
+                    news = "rows", "bootstrap", "started_at", "ended_at", "waited_sec"
                     outbox.send({name: getattr(rollout, name) for name in news})
     except (EnvironmentFailure, UserError) as error:
         outbox.send(error)
@@ -169,21 +169,22 @@ class Trajectories(ver_ppo.Collector):
     def collect(self, rollout):
         """Collect one rollout: its segments are trajectories, its bootstrap values those of the
         steps after them."""
-        began_at = time.perf_counter()
+        rollout.started_at = time.perf_counter()
         rollout.rows = 0
         self.waited_sec = 0.0
         self.hand_over(rollout)
         while not self.is_full(rollout):
             env_B = self.await_answers(room=self.options.num_envs)
-            acted_B = env_B[self.in_flight_N[env_B]]
-            row_B = acted_B * self.options.num_steps + self.given_N[acted_B]
-            self.complete_steps(self.unfinished, acted_B, row_B)
+            stepped_B = env_B[self.in_flight_N[env_B]]
+            row_B = stepped_B * self.options.num_steps + self.given_N[stepped_B]
+            self.complete_steps(self.unfinished, stepped_B, row_B)
             self.act(env_B)
-            full_B = acted_B[self.given_N[acted_B] == self.options.num_steps]
+            full_B = stepped_B[self.given_N[stepped_B] == self.options.num_steps]
             self.given_N[full_B] = 0
             self.finished += full_B.tolist()
             self.hand_over(rollout)
-        rollout.clock = (began_at, time.perf_counter(), self.waited_sec)
+        rollout.ended_at = time.perf_counter()
+        rollout.waited_sec = self.waited_sec
 
     def hand_over(self, rollout):
         """Copy finished trajectories into the rollout, while there is room."""

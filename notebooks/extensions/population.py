@@ -263,7 +263,7 @@ class MemberRun(ver_multigpu.RankRun):
         score = mean_score(self.recent, self.column)
         if score is not None:
             self.best = max(self.best, score)
-        if self.saved_step < self.step:
+        if self.saved_step != self.step:  # no checkpoint at this update
             return
         own = publish_and_decide(self) if self.ranks.rank == 0 else None
         (evolved, *_), signal_R = zip(*self.ranks.gather((own, self.signal)))

@@ -268,8 +268,7 @@ def latency(args):
     shares = []
     with harness.collecting(flags, args.checkpoint) as (_, source):
         for rollout in itertools.islice(source, args.rounds + 1):
-            began_at, ended_at, _ = rollout.clock
-            rate = rollout.rows / (ended_at - began_at)
+            rate = rollout.rows / (rollout.ended_at - rollout.started_at)
             # the sleeps themselves are measured, inside the workers, in the steps of this rollout
             steps_N = np.bincount(rollout["env"])
             sec_N = np.bincount(rollout["env"], rollout["step_sec"])
