@@ -3022,6 +3022,11 @@ def build(options):
     UserError."""
     device = choose_device(options)
     options = replace(options, device=str(device))
+    # what is misspelt is refused before a process starts
+    load(options.env_id, "--env-id")
+    for wrapper in options.wrappers:
+        load(wrapper, "--wrappers")
+    load(options.policy, "--policy")
     spec = describe_env(options)
     torch.manual_seed(options.seed)
     return spec, make_policy(spec, options).to(device)

@@ -460,9 +460,10 @@ def test_measuring_survives_what_training_survives(monkeypatch, tmp_path, capsys
     env = Clocks(0.02, 1.0, fails_at=30)
     assert env.measure(monkeypatch).step_sec == pytest.approx(0.02) and env.steps == 30
     monkeypatch.undo()
+    line = "--env-id tests.faulty_envs:Faulty-raise-v0 --total-timesteps 64 --num-workers"
+    assert saved(run_here(tmp_path / "auto", f"{line} auto"))["step"] == 64
     monkeypatch.setattr(Faulty, "close", lambda self: out_of_paint())
-    line = "--env-id tests.faulty_envs:Faulty-raise-v0 --num-workers auto --total-timesteps 64"
-    assert saved(run_here(tmp_path, line))["step"] == 64
+    assert saved(run_here(tmp_path / "0", f"{line} 0"))["step"] == 64
     assert "close() raised RuntimeError('the simulator is out of paint')" in capsys.readouterr().err
 
 
@@ -504,6 +505,7 @@ def test_the_bar_moves_while_collecting(tmp_path, monkeypatch):
 def test_first_line(tmp_path, capsys, monkeypatch):
     """What was chosen, and by which figures; an explicit number is not measured."""
     monkeypatch.setattr(ver_ppo, "time_steps", lambda env: [2e-3, 1.9e-3])
+    monkeypatch.setattr(ver_ppo, "try_elsewhere", ver_ppo.try_env)
     monkeypatch.setattr(ver_ppo, "count_cores", lambda: 2)
     run_here(tmp_path / "1", "--env-id CartPole-v1 --total-timesteps 64")
     run_here(tmp_path / "2", "--env-id CartPole-v1 --total-timesteps 64 --num-workers 3")
@@ -573,10 +575,18 @@ BAD_INPUT = {
 
 @pytest.mark.parametrize("line", BAD_INPUT)
 def test_bad_input(tmp_path, capsys, monkeypatch, line):
-    """One line that says what is wrong, exit status 2, before any process or folder is made."""
+    """One line that says what is wrong, exit status 2, before a folder is made, or any process but
+    that of the trial: before that one, too, if a name is misspelt."""
     if line == "--device cuda" and torch.cuda.is_available():
         pytest.skip("this machine has CUDA")
-    monkeypatch.setattr(BaseProcess, "start", lambda process: pytest.fail("a process was started"))
+    own = BaseProcess.start
+    misspelt = "NoSuch" in line
+
+    def start(process):
+        assert process._target is ver_ppo.trial_worker and not misspelt
+        own(process)
+
+    monkeypatch.setattr(BaseProcess, "start", start)
     monkeypatch.chdir(ROOT)
     one_line(capsys, small(tmp_path, *line.split()), BAD_INPUT[line])
     assert run_folders(tmp_path) == []
