@@ -144,6 +144,27 @@ class Household(Count):
                 file.write(f"{time.monotonic() - began_at}\n")
 
 
+class Stumbler(Count):
+    """Each step is worth 1. Every second episode raises at its second step, the others end with the
+    sixth."""
+
+    episodes = 0
+
+    def __init__(self, render_mode=None):
+        super().__init__(limit=6)
+
+    def reset(self, *, seed=None, options=None):
+        Stumbler.episodes += 1
+        self.stumbles = Stumbler.episodes % 2
+        return super().reset(seed=seed)
+
+    def step(self, action):
+        observation, _, *rest = super().step(action)
+        if self.steps == 2 and self.stumbles:
+            out_of_paint()
+        return observation, 1.0, *rest
+
+
 class Stuck(Count):
     """Hangs in its first step."""
 
@@ -321,7 +342,7 @@ gym.register("Traced-v0", f"{__name__}:Traced", kwargs={"options": None})
 arguments = {"options": None, "number": 0}
 gym.register("Occupied-v0", f"{__name__}:Occupied", kwargs=arguments)
 gym.register("Late-v0", f"{__name__}:Late", kwargs={"number": 0})
-for name in ("Broken", "Endless", "Meddler", "Numbered", "Stuck", "Unusable"):
+for name in ("Broken", "Endless", "Meddler", "Numbered", "Stuck", "Stumbler", "Unusable"):
     gym.register(f"{name}-v0", f"{__name__}:{name}")
 for fault in ("raise", "exit", "reward"):
     gym.register(

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -227,6 +228,34 @@ def test_is_due(num_answered, num_environments, sec, due):
     """A worker sends its answers after 2 ms if they are half of its environments' or more, and
     after a second whatever their number."""
     assert ver_ppo.is_due(num_answered, num_environments, sec) is due
+
+
+HAND_OVERS_OF_A_WORKER = [  # environments, those that are asked, seconds of a step, what is sent
+    # half of its environments, and not half of those that are asked
+    (8, [0, 1, 2, 3], 0.003, [[0, 1, 2, 3]]),
+    (4, [0, 1, 2, 3], 0.003, [[0, 1], [2, 3]]),
+    # the second counts anew after each hand-over
+    (9, [0, 1, 2, 3, 4], 0.6, [[0, 1], [2, 3], [4]]),
+]
+
+
+@pytest.mark.parametrize("num_envs, asked, step_sec, expected", HAND_OVERS_OF_A_WORKER)
+def test_hand_overs_of_a_worker(monkeypatch, num_envs, asked, step_sec, expected):
+    """What the shipped loop of a worker sends, on a virtual clock."""
+    now = [0.0]
+    sent = []
+
+    def answer():
+        now[0] += step_sec
+
+    environments = {e: SimpleNamespace(answer=answer) for e in range(num_envs)}
+    requests = iter([asked, []])  # [] is the pipe's end
+    monkeypatch.setattr(ver_ppo, "read_numbers", lambda pipe: next(requests))
+    monkeypatch.setattr(ver_ppo, "send_numbers", lambda pipe, numbers: sent.append(list(numbers)))
+    monkeypatch.setattr(ver_ppo.torch, "set_num_threads", lambda number: None)
+    monkeypatch.setattr(ver_ppo, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    ver_ppo.env_worker(None, None, environments)
+    assert sent == expected
 
 
 def copy_by_pickle(table):

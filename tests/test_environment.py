@@ -284,6 +284,15 @@ def test_the_simulator_is_said_once(monkeypatch, capsys, where):
     assert len(tried) == 1 and capsys.readouterr().out == ""
 
 
+def test_terminated_and_truncated(monkeypatch):
+    """An environment that says both has ended its episode: nothing follows, so it is terminated."""
+    environment, io = make_environment("tests.envs:Count-v0")
+    environment.answer()
+    monkeypatch.setattr(envs.Count, "advance", lambda self, _: (self.observe(), 1, True, True, {}))
+    environment.answer()
+    assert io["terminated"][0] and not io["truncated"][0] and io["first"][0]
+
+
 @pytest.mark.parametrize("env_id", ["tests.envs:Count-v0", "tests.envs:Autoreset-v0"])
 def test_resets(env_id):
     """The start is a lost step (a placeholder), also for the first time. At a truncation the final

@@ -160,6 +160,30 @@ def test_an_evaluation_with_resets_that_fail(ending):
     assert found.tolist() == [[16, 3]] * 6
 
 
+def test_an_evaluation_does_not_count_crashed_episodes():
+    """Every second episode raises at its second step, in the evaluation, too: only those that end
+    by themselves count."""
+    sizes = {"num_envs": 2, "num_workers": 0, "max_worker_restarts": 100, "eval_episodes": 6}
+    options = ver_ppo.Options(env_id="tests.faulty_envs:Stumbler-v0", **sizes)
+    spec = ver_ppo.describe_env(options)
+    found = ver_ppo.play_episodes(ver_ppo.Policy(spec, options).eval(), spec, options)
+    assert found.tolist() == [[6.0, 6]] * 6
+
+
+def test_answers_of_a_worker_that_dies():
+    """What it has sent before is taken, and nothing of it is asked again."""
+    options = ver_ppo.Options(env_id="tests.envs:Count-v0", num_envs=3, num_workers=1)
+    spec = ver_ppo.describe_env(options)
+    io = ver_ppo.EnvIO(spec, 3)
+    with contextlib.closing(ver_ppo.make_workers(options, "train", spec, io)) as workers:
+        wait_until(lambda: io["first"].all() and workers.answers.poll(0.1))
+        workers.processes[0].kill()
+        workers.processes[0].join()
+        answered = workers.replace(0, "killed")
+        assert sorted(answered) == [0, 1, 2] and not workers.asked_N.any()
+        assert workers.receive(0.3) == []
+
+
 @pytest.fixture(scope="module")
 def words_of_processes(tmp_path_factory):
     """A file into which everybody prints whom this process starts: their fork server must be

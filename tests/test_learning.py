@@ -92,6 +92,22 @@ def test_entropy_constraint(target, grows):
         assert policy.log_ent_coef.exp().item() == pytest.approx(bound, rel=1e-4)
 
 
+def test_entropy_constraint_is_of_the_plain_mean():
+    """The weights of steps do not enter it: its gradient is coefficient x (mean - target)."""
+    logits = torch.tensor([[0.0, 0.0], [0.0, 4.0]])
+    each = torch.distributions.Categorical(logits=logits[:, None])
+    distribution = torch.distributions.Independent(each, 1)
+    zeros = torch.zeros(2)
+    batch = {"action": torch.zeros(2, 1), "log_prob": zeros, "norm_advantage": zeros}
+    batch |= {"returns": zeros, "weight": torch.tensor([1.0, 0.1]), "scale": 1.0}
+    log_ent_coef = torch.tensor(math.log(0.25), requires_grad=True)
+    options = ver_ppo.Options(target_entropy=0.1)
+    loss, _ = ver_ppo.ppo_loss(distribution, zeros, batch, log_ent_coef, options)
+    loss.backward()
+    mean = distribution.entropy().mean().item()
+    assert log_ent_coef.grad.item() == pytest.approx(0.25 * (mean - 0.1), rel=1e-5)
+
+
 def test_entropy_coefficient_is_not_clipped():
     """Far from its target the coefficient's gradient is large: the network's is scaled down no more
     than without it."""

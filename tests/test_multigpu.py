@@ -426,6 +426,90 @@ def test_first_rollout_decides_nothing(tmp_path, monkeypatch):
     assert limits[:2] == [ver_multigpu.NO_LIMIT] * 2 and len(limits) == 5 and max(limits[2:]) <= 64
 
 
+@pytest.mark.parametrize("sampler", ["ver", "nover", "sync"])
+def test_what_decides(tmp_path, monkeypatch, sampler):
+    """The decision is made by the step times of all ranks, until each environment had given its
+    quota, by the mean learning time, and by whether rollouts are variable. Counters are looked at a
+    hundred times in the longest rollout. Steps and episodes are those of all ranks."""
+    options = ver_multigpu.Options(
+        env_id="tests.envs:Count-v0",
+        num_envs=3,
+        num_steps=2,
+        num_minibatches=1,
+        num_workers=0,
+        device="cpu",
+        sampler=sampler,
+        runs_dir=str(tmp_path),
+    )
+    asked = []
+    monkeypatch.setattr(
+        ver_multigpu, "optimal_preemption", lambda *args: asked.append(args) or (5, 7.0)
+    )
+    with contextlib.closing(ver_multigpu.RankRun(options)) as run:
+        rollout = ver_ppo.Rollout(run.spec, 6, 3, run.policy.state_shape, torch.device("cpu"))
+        rollout.rows, rollout.started_at, rollout.ended_at = 5, 100.0, 110.0
+        rollout["env"][:] = [0, 0, 1, 1, 2, 9]
+        rollout["began_at"][:] = [101, 103, 102, 106, 104, 0]
+        rollout["step_sec"][:] = 1.0
+        rollout["done"][4] = True
+        rollout["episode_stats"][4] = [8.0, 4.0]
+        own = {"time/learning_sec": 1.0, "time/rollout_sec": 10.0, "ver/steps_per_env_min": 1}
+        other = {"time/learning_sec": 3.0, "time/rollout_sec": 40.0, "ver/steps_per_env_min": 0}
+        other_sec_N = np.array([1.0, 2.0, 4.0])
+        run.ranks.gather = lambda mine: [mine, (6, other, [[9.0, 5.0]], other_sec_N)]
+        run.step = 1  # not the first rollout, which decides nothing
+        steps, logs, episodes = run.combine(rollout, own)
+        assert (steps, episodes) == (11, [[8.0, 4.0], [9.0, 5.0]])
+        assert logs["ver/steps_per_env_min"] == 0 and logs["ranks/rollout_sec"] == 40.0
+        assert (run.limit, run.predicted_sec, run.look_sec) == (5, 7.0, 0.4)
+    ((step_sec_RN, num_steps, variable, learning_sec),) = asked
+    # with a quota of 2, environments 0 and 1 are done after 4 and 7 s; without, nobody is
+    own_sec_N = [5.0, 5.0, 10.0] if sampler == "ver" else [2.0, 3.5, 10.0]
+    assert step_sec_RN.tolist() == [own_sec_N, other_sec_N.tolist()]
+    assert (num_steps, variable, learning_sec) == (2, sampler == "ver", 2.0)
+
+
+def weights_and_means(rank, runs_dir):
+    """All weights and buffers of a run whose policy began in another way on each rank."""
+    own = ver_ppo.make_policy
+
+    def make_policy(*args):
+        policy = own(*args)
+        for tensor in policy.state_dict().values():
+            tensor += rank + 1
+        return policy
+
+    line = ["--env-id", "CartPole-v1", "--num-workers", "0"]
+    options = ver_ppo.parse_options(small(Path(runs_dir), *line), ver_multigpu.Options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ver_ppo, "make_policy", make_policy)
+        with contextlib.closing(ver_multigpu.RankRun(options)) as run:
+            return {name: tensor.numpy() for name, tensor in run.policy.state_dict().items()}
+
+
+def test_all_begin_with_the_weights_of_rank_0(tmp_path, on_two):
+    """Averaged gradients keep weights equal only if they are equal at first."""
+    state, state_1 = on_two(weights_and_means, str(tmp_path))
+    assert all((state[name] == state_1[name]).all() for name in state)
+    assert state["log_ent_coef"] == pytest.approx(np.log(5e-3) + 1)
+
+
+@pytest.mark.parametrize("more_steps, more_updates", [(0, 0), (64, 0), (0, 1)])
+def test_all_begin_at_the_same_step(more_steps, more_updates):
+    """Ranks that have read different checkpoints are refused: their counters differ."""
+    run = SimpleNamespace(
+        step=128, version=2, options=ver_ppo.Options(resume="runs/7"), policy=torch.nn.Linear(1, 1)
+    )
+    ranks = SimpleNamespace(
+        gather=lambda mine: [mine, (mine[0] + more_steps, mine[1] + more_updates)],
+        broadcast=lambda tensor: None,
+    )
+    if not (more_steps or more_updates):
+        return ver_multigpu.begin_alike(ranks, run)
+    with pytest.raises(ver_ppo.UserError, match="different checkpoints of runs/7"):
+        ver_multigpu.begin_alike(ranks, run)
+
+
 def test_threshold_preemption():
     """60 % of the ranks, rounded up; never none."""
     assert [ver_multigpu.threshold_preemption(n, 0.6) for n in (1, 2, 5, 8, 10)] == [1, 2, 3, 5, 6]
@@ -484,6 +568,10 @@ def test_fill_up(tmp_path, monkeypatch):
             ver_ppo.check_rollout(rollout, update)
             learned = run.advantages(rollout)
             assert learned.rows == learned.capacity == 48
+            given_N = np.bincount(learned["env"][:fresh], minlength=3)
+            fair = max(1.0, fresh / 3)
+            weights = [min(1.0, fair / given_N[e]) for e in learned["env"][:fresh]]
+            np.testing.assert_allclose(learned["weight"][:fresh], weights, rtol=1e-6)
             collected = [content(rollout, index) for index in range(fresh)]
             assert [content(learned, index) for index in range(fresh)] == collected
             all_steps += check_filled_up(learned, fresh, all_steps, known)

@@ -207,6 +207,17 @@ def test_running_statistics():
             assert name in state and name not in learned
 
 
+def test_statistics_of_a_whole_rollout():
+    """256 steps, drawn from the whole rollout, and not from the rows after it."""
+    policy = build({"goal": GOAL}, hidden_size=16).train()
+    goal = torch.arange(4096.0)[:, None].expand(-1, 3)
+    rollout = SimpleNamespace(obs={"goal": goal}, rows=2048, device=torch.device("cpu"))
+    ver_ppo.update_statistics(policy, rollout, 1.0, lambda tensors: None)
+    (of_goal,) = policy.encoders
+    # the mean of 256 numbers within 0..2047, up to four of its standard errors
+    assert abs(of_goal.normalize.mean_C[0] - 1023.5) < 4 * 2048 / math.sqrt(12 * 256)
+
+
 @pytest.mark.parametrize("frozen", ["policy", "encoder"])
 def test_statistics_stay_in_evaluation_mode(frozen):
     """While a policy acts, its statistics do not move; if one encoder is in evaluation mode, its

@@ -347,6 +347,52 @@ def test_evaluation_plays_a_fixed_list(monkeypatch):
     np.testing.assert_allclose(np.sort(found[0], axis=0), np.sort(found[1], axis=0))
 
 
+def test_an_evaluation_is_of_its_own(monkeypatch):
+    """The same policy gets the same numbers, whatever --seed trains it and wherever the training's
+    random generator stands; and that does not move."""
+    options = ver_ppo.Options(env_id="CartPole-v1", num_envs=2, num_workers=0, hidden_size=8)
+    options = replace(options, eval_episodes=4)
+    spec = ver_ppo.describe_env(options)
+    policy = ver_ppo.Policy(spec, options).eval()
+    found = []
+    for seed in (1, 2):
+        torch.manual_seed(10 * seed)
+        before = torch.get_rng_state()
+        found.append(ver_ppo.play_episodes(policy, spec, replace(options, seed=seed)).tolist())
+        assert torch.equal(torch.get_rng_state(), before)
+    assert found[0] == found[1]
+
+
+def test_statistics_follow_learning(tmp_path, monkeypatch):
+    """A policy learns with the statistics that it acted with. Then they move, by the share of the
+    learning rate that is left."""
+    seen = []
+    own_update, own_statistics = ver_ppo.ppo_update, ver_ppo.update_statistics
+
+    def mean(policy):
+        return policy.encoders[0].normalize.mean_C.tolist()
+
+    def update(policy, *args):
+        before = mean(policy)
+        logs = own_update(policy, *args)
+        assert mean(policy) == before
+        seen.append(before)
+        return logs
+
+    def statistics(policy, rollout, weight, average):
+        before = mean(policy)
+        own_statistics(policy, rollout, weight, average)
+        seen.append((before, weight))
+
+    monkeypatch.setattr(ver_ppo, "ppo_update", update)
+    monkeypatch.setattr(ver_ppo, "update_statistics", statistics)
+    run_here(tmp_path, "--env-id CartPole-v1 --num-workers 0 --total-timesteps 256")
+    cosine = [0.5 * (1 + math.cos(math.pi * update / 4)) for update in range(4)]
+    assert [weight for _, weight in seen[1::2]] == pytest.approx(cosine)
+    assert [before for before, _ in seen[1::2]] == seen[::2]
+    assert len(set(map(tuple, seen[::2]))) == 4, "they move in every update"
+
+
 def test_doors(tmp_path):
     """Arguments, wrappers and a policy by name reach workers, evaluation, checkpoint, --resume and
     --checkpoint."""
@@ -668,7 +714,7 @@ def test_advice_about_ranks_is_for_ranks(monkeypatch, ranks):
 def test_what_limits_a_run(tmp_path, capfd):
     """Simulators that sleep, and epochs without end, are found out, in the main process and with
     workers."""
-    latency = ["--wrappers", "notebooks.extensions.wrappers:Latency(mean_ms=20, spread=0)"]
+    latency = ["--wrappers", "notebooks.extensions.wrappers:Latency(mean_ms=60, spread=0)"]
     found = {}
     for name, more in {"0": latency, "4": latency, "1": ["--update-epochs", "10"]}.items():
         steps = 768 if name == "1" else 192
