@@ -56,6 +56,21 @@ class Count(gym.Env):
         return self.observe(), reward, False, self.steps >= self.limit, {}
 
 
+class Obedient(gym.Wrapper):
+    """Raises if an action was not allowed by the observation before it."""
+
+    def reset(self, **more):
+        observation, info = self.env.reset(**more)
+        self.mask = observation["mask"]
+        return observation, info
+
+    def step(self, action):
+        assert self.mask[action], "this action is not allowed"
+        observation, *rest = self.env.step(action)
+        self.mask = observation["mask"]
+        return observation, *rest
+
+
 class Everything(Count):
     """Every kind of observation, nested; several discrete actions."""
 

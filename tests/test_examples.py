@@ -1,4 +1,4 @@
-"""The manual's six examples: each file, as it stands there, does by the command below it what it
+"""The manual's seven examples: each file, as it stands there, does by the command below it what it
 claims."""
 
 import csv
@@ -8,6 +8,7 @@ import shlex
 import sys
 from types import SimpleNamespace
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -26,7 +27,7 @@ from notebooks.extensions.virtual_clock import (
 from tests.helpers import ROOT
 
 PAGE = ROOT / "notebooks" / "DOORS.md"
-SECTION = re.search(r"^#### Six examples\n(.*?)(?=^#{1,4} |\Z)", PAGE.read_text(), re.M | re.S)[1]
+SECTION = re.search(r"^#### Seven examples\n(.*?)(?=^#{1,4} |\Z)", PAGE.read_text(), re.M | re.S)[1]
 EXAMPLES = {}  # by file name without .py: code, arguments of its command
 for part in SECTION.split("\n##### ")[1:]:
     (name,) = re.findall(r"`(\w+)\.py`", part.splitlines()[0])
@@ -40,7 +41,7 @@ SMALL = [*SIZES.split(), "--device", "cpu", "--learner-threads", "1", "--debug"]
 
 @pytest.fixture(scope="module", autouse=True)
 def beside(tmp_path_factory):
-    """The six files lie where Python finds them, here and in other processes."""
+    """The seven files lie where Python finds them, here and in other processes."""
     home = tmp_path_factory.mktemp("own")
     for name, (code, _) in EXAMPLES.items():
         (home / f"{name}.py").write_text(code)
@@ -100,11 +101,11 @@ def example_policy(name, policy_class, **arguments):
     return policy, rollout, minibatch, batch
 
 
-def test_there_are_six():
+def test_there_are_seven():
     """Each is short, and its command names it."""
-    assert len(EXAMPLES) == 6
+    assert len(EXAMPLES) == 7
     for name, (code, args) in EXAMPLES.items():
-        assert len(code.splitlines()) <= 30 and max(map(len, code.splitlines())) <= 100, name
+        assert len(code.splitlines()) <= 34 and max(map(len, code.splitlines())) <= 100, name
         assert any(f"{name}:" in word for word in args), name
 
 
@@ -314,6 +315,41 @@ def test_auxiliary_loss_in_a_run(tmp_path):
     single rollouts have losses many times as large."""
     losses = [value for _, value in curves(run("foresight", tmp_path, 2560))["losses/auxiliary"]]
     assert 0 < np.median(losses[-20:]) < 0.8 * np.median(losses[1:6]), losses
+
+
+def test_masked_actions(tmp_path):
+    """A run never takes an action that is not allowed; and the same without the mask does. Acting
+    and learning agree, so the ratio of the first update is 1."""
+    more = ["--wrappers", "masked:ShowMask", "tests.envs:Obedient", "--env-kwargs"]
+    folder = run("masked", tmp_path / "masked", 640, *more)
+    assert saved(folder)["step"] == 640
+    assert curves(folder)["losses/approx_kl"][0][1] < 1e-3
+    options = [*more, "--max-worker-restarts", "0", "--policy", "ver_ppo:Policy"]
+    _, args = EXAMPLES["masked"]
+    end = ["--total-timesteps", "640", "--runs-dir", str(tmp_path / "all")]
+    assert ver_ppo.main([*args, *SMALL, *end, *options]) == 1
+
+
+def test_probabilities_of_masked_actions():
+    """They are 0; the others keep their proportions, and gradients are finite."""
+    spaces = gym.spaces
+    observation = spaces.Dict(mask=spaces.MultiBinary(4), place=spaces.Box(-1, 1, (3,)))
+    spec = ver_ppo.EnvSpec(observation, spaces.Discrete(4), ())
+    options = ver_ppo.Options(hidden_size=8)
+    policy = importlib.import_module("masked").Masked(spec, options)
+    policy.actor.weight.data.normal_()
+    allowed_BC = torch.tensor([[1, 1, 1, 1], [1, 0, 1, 0], [0, 0, 0, 1]], dtype=torch.int8)
+    core_BH = torch.randn(3, 8)
+    policy.allowed_BC = allowed_BC > 0
+    distribution, _ = policy.heads(core_BH)
+    plain, _ = ver_ppo.Policy.heads(policy, core_BH)
+    expected_BC = plain.base_dist.probs[:, 0] * allowed_BC
+    expected_BC /= expected_BC.sum(dim=1, keepdim=True)
+    torch.testing.assert_close(distribution.base_dist.probs[:, 0], expected_BC)
+    (
+        distribution.entropy().sum() + distribution.log_prob(torch.tensor([[3], [2], [3]])).sum()
+    ).backward()
+    assert torch.isfinite(policy.actor.weight.grad).all()
 
 
 def test_core(tmp_path):

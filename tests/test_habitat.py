@@ -107,7 +107,8 @@ def fresh():
 
 @pytest.fixture
 def recorded(monkeypatch):
-    """habitat_sim and habitat, with 36 episodes."""
+    """habitat_sim and habitat, with 36 episodes, in this process alone."""
+    monkeypatch.setattr(ver_ppo, "try_elsewhere", ver_ppo.try_env)
 
     def get_config(path, overrides):
         splits = [line for line in overrides if line.startswith("habitat.dataset.split=")]
