@@ -501,7 +501,7 @@ def test_all_begin_at_the_same_step(more_steps, more_updates):
         step=128, version=2, options=ver_ppo.Options(resume="runs/7"), policy=torch.nn.Linear(1, 1)
     )
     ranks = SimpleNamespace(
-        gather=lambda mine: [mine, (mine[0] + more_steps, mine[1] + more_updates)],
+        gather=lambda mine: [mine, (128 + more_steps, 2 + more_updates)],
         broadcast=lambda tensor: None,
     )
     if not (more_steps or more_updates):
