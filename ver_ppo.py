@@ -3126,15 +3126,13 @@ def check_foreign(text, name):
 
 def unchecked(kind):
     """The same options, without a check of their values: they are completed by those of a file."""
-    own = {"__post_init__": lambda self: None}
+    own = {"__post_init__": lambda self: None, "__doc__": kind.__doc__}
     return dataclass(frozen=True)(type(kind.__name__, (kind,), own))
 
 
 def parse_options(argv, kind=Options):
     """Options from the command line; with --resume or --checkpoint (a run folder or its checkpoint
     file), those of that run where none is given here. Raises UserError."""
-    if not any(word.startswith(("--resume", "--checkpoint")) for word in argv):
-        return tyro.cli(kind, args=argv)
     given = tyro.cli(unchecked(kind), args=argv)
     if not (given.checkpoint or given.resume):
         return kind(**asdict(given))
