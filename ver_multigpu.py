@@ -3,16 +3,15 @@ preemption of VER.
 
 Every rank is a whole ver_ppo.py: it collects with its own N environments and learns on its own GPU.
 To learn, ranks average their gradients, so that they have the same weights after every mini-batch.
-Such an update waits for the slowest rank; so the rollout of all ranks ends when going on would cost
-more than it brings, and a rank that has less than S steps by then fills up with its newest earlier
-steps.
+Such an update waits for the slowest rank. So the rollout of all ranks ends when waiting longer
+would cost more than it brings. A rank that has fewer than S steps by then fills up with its newest
+earlier steps.
 
     torchrun --nproc-per-node 8 ver_multigpu.py --env-id pointnav     eight ranks, one GPU each
     torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \\
         ver_multigpu.py ...                                           on each of four nodes
 
-One update of R ranks; `[...]` marks what all do together, as often on every rank, whatever it
-collected:
+One update of R ranks. `[...]` marks the steps that all ranks take together, and equally often:
 
     rank 0   collect ======| wait      [agree] fill up, learn [average] ... [gather]  decide
     rank 1   collect ==========| wait  [agree] fill up, learn [average] ... [gather]  decide
@@ -89,7 +88,8 @@ class RankFailure(Exception):
 
 
 class Ranks:
-    """The processes that torchrun started (without it, this one) and what they do together.
+    """The processes that torchrun started, and their collective operations. Without torchrun, there
+    is this process alone.
 
     All must come to the same collectives in the same order. One that fails (a rank has died), or
     waits longer than --rank-timeout, raises RankFailure. Objects travel by gloo, tensors on GPUs by
@@ -147,7 +147,7 @@ class Ranks:
             tensor.copy_(part.view_as(tensor))
 
     def broadcast(self, tensor):
-        """Overwrite a tensor with that of rank 0."""
+        """Overwrite a tensor with the tensor of rank 0."""
         self.call(dist.broadcast, tensor.data, 0)
 
     def gather(self, thing):
@@ -230,10 +230,12 @@ def optimal_preemption(step_sec_RN, num_steps, variable, learning_sec):
     section 2.3, equation 1).
 
     `step_sec_RN`: every environment's mean seconds per step, inference included. A group gives
-    steps at a constant rate until it has given all it may: with `variable` rollouts a rank is a
-    group and gives T x N, else each environment is one and gives T. From one time at which a group
-    is done to the next, the number of steps is a straight line over time, and S / (Time(S) + LT)
-    only rises or only falls. So the best time is one at which a group is done.
+    steps at a constant rate until it is done. With `variable` rollouts, a group is a rank, which
+    gives T x N steps. Otherwise a group is an environment, which gives T.
+
+    Between two times at which groups are done, the number of steps grows linearly. There, the
+    quotient S / (Time(S) + LT) either only rises or only falls. So the best time is one at which a
+    group is done.
 
     Here the third rank is not worth waiting for:
 
@@ -266,9 +268,9 @@ def step_seconds(rollout, quota, known_N):
     ended.
 
     A step that was carried in counts as one, although it began earlier, and a step in flight at the
-    end counts as none, although it took time. That evens out over many steps. Few steps have two
-    lower bounds: a mean step takes as long as its simulator did, and if an environment gave no
-    step, its steps take as long as before (`known_N`), or as the rollout.
+    end counts as none, although it took time. That evens out over many steps. For few steps, there
+    are two lower bounds. A step takes at least as long as its simulator did. If an environment gave
+    no step, its steps take at least as long as before (`known_N`), and as long as the rollout.
     """
     steps = rollout.complete
     given_N = np.bincount(steps["env"], minlength=rollout.num_envs)
@@ -306,15 +308,15 @@ def fill_up(learned, newest, rollout):
 # ------------------------------------------------------------------------------------------ Train
 
 NO_LIMIT = 1 << 40  # more than any counter reaches
-PATIENCE = 2.0  # a rollout ends after so many times the predicted seconds
-STOP = 1 << 50  # what a rank adds that cannot continue: more than any limit, so all rollouts end
+PATIENCE = 2.0  # a rollout ends after this multiple of the predicted seconds
+STOP = 1 << 50  # a rank that cannot continue adds this: more than any limit, so all rollouts end
 FOLDER_KEY = "run folder"
 SEED_OF_RANK = 4
 
 
 class RankRun(ver_ppo.Run):
-    """The run of all ranks: rank 0 writes the folder. `enough` looks at a counter that all ranks
-    add to, of complete steps (optimal) or of ranks that are done (threshold): when it reaches
+    """The run of all ranks: rank 0 writes the folder. All ranks add to one counter: of complete
+    steps (optimal), or of ranks that are done (threshold). `enough` looks at it: when it reaches
     `limit`, a rollout ends as it is."""
 
     # the ranks raise these at the same place
@@ -323,7 +325,7 @@ class RankRun(ver_ppo.Run):
     def __init__(self, options):
         self.ranks = Ranks(options.rank_timeout)
         self.learned = None  # with preemption: the S steps that were learned from last ...
-        self.newest = 0  # ... of which so many are of the last rollout
+        self.newest = 0  # ... and how many of them are of the last rollout
         self.step_sec_N = np.zeros(options.num_envs)  # of this rank's environments, last known
         self.min_steps = options.rollout_steps // 4 if options.preemption == "threshold" else 1
         # the first rollout, of which nothing is known, may last half a second
@@ -333,13 +335,13 @@ class RankRun(ver_ppo.Run):
         except BaseException:
             self.close()
             raise
-        if self.ranks.rank:  # weights were drawn alike; environments and actions are not
+        if self.ranks.rank:  # ranks begin with equal weights, but differ in all that is random
             seed = ver_ppo.derive_seed(SEED_OF_RANK, options.seed, self.ranks.rank)
             self.options = replace(self.options, seed=seed)
 
     def begin_together(self, options):
-        """As Run.__init__, with the weights of rank 0. What is refused on one rank, all ranks
-        refuse. Raises UserError."""
+        """As Run.__init__, with the weights of rank 0. If one rank refuses its options, all ranks
+        do. Raises UserError."""
         failure = None
         try:
             check_gpus(self.ranks, options)
@@ -396,7 +398,7 @@ class RankRun(ver_ppo.Run):
             raise Interrupted(self.signal or signal.SIGTERM)
 
     def enough(self, rows=0):
-        """Whether this rank is preempted, got a signal, or another rank cannot go on."""
+        """Whether this rank is preempted, got a signal, or another rank cannot continue."""
         if time.monotonic() >= self.next_look:
             self.next_look = time.monotonic() + self.look_sec
             self.count(rows)
@@ -452,8 +454,8 @@ class RankRun(ver_ppo.Run):
         return logs
 
     def combine(self, rollout, logs):
-        """Steps, logs and episodes of all ranks; then all ranks decide alike when the next rollout
-        ends."""
+        """Steps, logs and episodes of all ranks. Then all ranks make the same decision: when the
+        next rollout ends."""
         options = self.options
         own = super().combine(rollout, logs)
         self.step_sec_N = step_seconds(rollout, options.quota, self.step_sec_N)
@@ -470,7 +472,7 @@ class RankRun(ver_ppo.Run):
         return sum(steps_R), logs, sum(episodes_R, [])
 
     def decide(self, step_sec_RN, learning_sec):
-        """When the next rollout ends: at this count, after so many seconds."""
+        """When the next rollout ends: the value of the counter, and the predicted seconds."""
         options = self.options
         if options.preemption == "threshold":
             return threshold_preemption(self.ranks.size, options.sync_frac), 0.0
@@ -528,7 +530,7 @@ def check_gpus(ranks, options):
 
 
 def begin_alike(ranks, run):
-    """Give all ranks the weights of rank 0. Raises UserError if they do not go on from the same
+    """Give all ranks the weights of rank 0. Raises UserError if they do not continue from the same
     step."""
     if len(set(ranks.gather((run.step, run.version)))) > 1:
         raise UserError(f"ranks have read different checkpoints of {run.options.resume}: try again")

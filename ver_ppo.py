@@ -1,7 +1,7 @@
 """VER: train a recurrent policy with Variable Experience Rollout and PPO (Wijmans et al. 2022).
 
 Simulators are slow and uneven, and a trainer that steps N of them in lock-step always waits for the
-slowest. VER does not: the environments that have answered form the next inference batch, and a
+slowest. VER does not wait: the environments that have answered form the next inference batch. A
 rollout ends when S = T x N steps are complete (--num-steps times --num-envs), no matter how many
 each environment contributed. A step that is in flight at that moment counts for the rollout in
 which it is completed. The uneven experience is cut into mini-batches of equal size for a recurrent
@@ -39,9 +39,10 @@ of its steps. Then it is *idle* until the next rollout. The *version* of a polic
 updates before it. A *segment* is everything that one environment gave to a rollout, in time order.
 Cut where episodes begin, segments become *sequences*.
 
-Names end in their shape, or in its first dimensions: N environments, S steps of a rollout,
-Q sequences, M steps of a mini-batch, B any batch (env_B: which B environments), H hidden units,
-L layers, F features, A dimensions of an action. action_BA is B x A, log_prob_B has B numbers.
+Names end in their shape, or in its first dimensions: action_BA is B x A, log_prob_B has B numbers.
+The letters are: N environments, S steps of a rollout, Q sequences, M steps of a mini-batch, B any
+batch (env_B: the numbers of B environments), H hidden units, L layers, F features, A dimensions of
+an action.
 
 Errors: UserError is a mistake of the user, EnvironmentFailure one of an environment, and BadAnswer
 says that an environment has left its own observation space.
@@ -271,14 +272,15 @@ class Critic(nn.Linear):
 class Policy(nn.Module):
     """Encoders, embedding of the previous action, core, action head and value head (VER section 4).
 
-    `spec` (`EnvSpec`, after the lesson) describes the environment: `observations` are the spaces of
-    all parts of an observation, `obs_fields` their names, types and shapes; an action has
-    `action_dims` dimensions, A, of `action_dtype`, with `choices` in each if they are discrete; and
-    `episode_columns` are the numbers that are kept of an episode: return, length, metrics.
+    `spec` (`EnvSpec`, after the lesson) describes the environment. `observations` are the spaces of
+    all parts of an observation, and `obs_fields` their names, types and shapes. An action has
+    `action_dims` dimensions, A, of `action_dtype`. If it is discrete, `choices` says how many
+    choices each dimension has. `episode_columns` names the numbers that are kept of an episode:
+    return, length, metrics.
 
-    Another policy needs what the trainer uses: `step`, `sequences`, `auxiliary_loss`,
-    `state_shape`, `log_ent_coef`, and `critic`, a `Critic`, which gives its values. To change one
-    part, override `make_encoders`, `make_core`, `heads` or `auxiliary_loss`.
+    The trainer uses these members: `step`, `sequences`, `auxiliary_loss`, `state_shape`,
+    `log_ent_coef`, and `critic`, a `Critic`, which computes all values. To change one part of the
+    policy, override `make_encoders`, `make_core`, `heads` or `auxiliary_loss`.
     """
 
     def __init__(self, spec, options):
@@ -402,7 +404,7 @@ class Table:
     def __getitem__(self, column):
         return self.records[column]
 
-    def __getstate__(self):  # what is sent to another process: not the view, which would be copied
+    def __getstate__(self):  # sent to other processes, without the view, which would be copied
         return {name: value for name, value in vars(self).items() if name != "records"}
 
     def __setstate__(self, state):
@@ -424,8 +426,8 @@ class EnvIO(Table):
     def __init__(self, spec, num_envs, first_episode=0):
         obs = np.dtype(spec.obs_fields, align=True)
         columns = [
-            ("obs", obs),  # what the environment shows now: a record with a field for each part
-            ("final_obs", obs),  # what an episode showed last, since the reset overwrites `obs`
+            ("obs", obs),  # the current observation: a record with a field for each part
+            ("final_obs", obs),  # the last one of an episode, since the reset overwrites `obs`
             ("action", spec.action_dtype, (spec.action_dims,)),  # sent last
             ("first", bool),  # `obs` begins an episode
             ("reward", np.float32),
@@ -733,7 +735,7 @@ class Workers:
         self.supervisor.note_restart(worker, reason)
         answered = self.read(0)
         inbox = self.inboxes[worker]
-        while inbox.poll():  # what the old process had not read yet
+        while inbox.poll():  # commands that the old process had not read yet
             read_numbers(inbox)
         self.processes[worker] = self.start(worker)
         self.send(self.owed(worker))
@@ -826,8 +828,8 @@ class Collector:
         one, in order of arrival.
 
         At most `room` of them are taken; the steps of the others stay in flight. `sync` needs an
-        answer of every environment. If there are too few answers, waits for more, but for 50 ms at
-        most; if there are still too few, takes none, and the caller can ask again.
+        answer of every environment. If there are too few answers, this function waits for more, at
+        most 50 ms. If there are still too few, it takes none, and the caller can ask again.
         """
         needed = self.options.num_envs if self.options.sampler == "sync" else 1
         began_at = time.perf_counter()
@@ -990,10 +992,10 @@ def importance_weights(env_S, num_envs):
     """Truncated importance weights for the biased sampling of environments (VER section 4, table A1
     "Max VER IS").
 
-    An environment that gave K_e of the S steps was sampled K_e / S of the time instead of 1 / N, so
-    each of its steps weighs min(1, (S / N) / K_e). Slow environments are not weighted up, so
-    the mean weight is 1 at most. Fewer than N steps (of a rank that is preempted early) weigh as if
-    they were N: one step of an environment is never too many.
+    An environment that gave K_e of the S steps was sampled K_e / S of the time instead of 1 / N.
+    Therefore each of its steps has the weight min(1, (S / N) / K_e). Slow environments are not
+    weighted up, so the mean weight is 1 at most. If a rank is preempted with fewer than N steps, S
+    counts as N: one step of an environment is never too many.
 
     >>> importance_weights(np.array([0, 0, 0, 0, 1, 2]), num_envs=3)
     array([0.5, 0.5, 0.5, 0.5, 1. , 1. ], dtype=float32)
@@ -1102,8 +1104,11 @@ def update_value_scale(critic, rollout, average):
 
 
 def normalize_advantages(rollout, scale, options, average):
-    """Write the advantages that PPO learns from: with --norm-adv, brought to mean 0 and deviation 1
-    over the rollout, of all processes that learn together; else divided by the scale of values."""
+    """Write the advantages that PPO learns from.
+
+    With --norm-adv, they have mean 0 and deviation 1 over the rollouts of all processes that learn
+    together. Otherwise they are divided by the scale of values.
+    """
     steps = rollout.complete
     advantage_S = steps["advantage"].astype(float)
     mean = 0.0
@@ -1228,7 +1233,7 @@ class Run:
         collector_class    the class that collects
         enough             whether a rollout ends early
         next_rollout       takes it from the iterator
-        advantages         what each step was worth; returns the steps to learn from
+        advantages         computes advantages, returns and weights; returns the steps to learn from
         average            averages tensors over all processes that learn together; alone, nothing
         update             the policy learns
         decay              the share of the learning rate that is left
@@ -1287,7 +1292,7 @@ class Run:
 
     @contextlib.contextmanager
     def training(self):
-        """Around all training: yield the iterator over rollouts; save, whatever ends it."""
+        """Around all training: yield the iterator over rollouts, and save, whatever ends it."""
         torch.manual_seed(derive_seed(SEED_OF_LEARNER, self.options.seed, self.step))
         with contextlib.closing(self.rollouts()) as source, caught_signals(self.note_signal):
             try:
@@ -1318,8 +1323,8 @@ class Run:
         return rollouts_in_turn(self)
 
     def enough(self, rows=0):
-        """Whether a rollout of so many rows ends early: after a signal. As this is asked in every
-        pass of `collect`, it also moves the progress bar."""
+        """Whether a rollout with this many rows ends early, because of a signal. As `collect` asks
+        this in every pass, it also moves the progress bar."""
         self.folder.progress(self.step + rows)
         return self.signal is not None
 
@@ -1341,7 +1346,7 @@ class Run:
         logs["time/learning_sec"] = time.perf_counter() - began_at
 
     def advantages(self, rollout):
-        """Compute what each step was worth. Returns the steps to learn from."""
+        """Compute the advantages, returns and weights. Returns the steps to learn from."""
         add_advantages(rollout, self.options)
         return rollout
 
@@ -1401,11 +1406,11 @@ class Run:
         self.saved_step = self.step
 
     def evaluate(self):
-        """Evaluate what was learned."""
+        """Evaluate the policy."""
         self.folder.close_bar()
         if self.options.eval_episodes:
             means = report_evaluation(self.policy, self.spec, self.options)
-            if self.step > self.first_step:  # or an earlier process has evaluated the same
+            if self.step > self.first_step:  # otherwise an earlier process has done the same
                 self.folder.write_scalars(means, self.step)
 
     def close(self):
@@ -1417,12 +1422,12 @@ class Run:
 # End of the lesson
 
 # ---------------------------------------------------------------------- Any Gymnasium environment
-# Adds what an environment may be: its id, arguments and wrappers, its spaces, its actions, and how
-# many processes suit it. The lesson calls `make_env`, `to_env_action`, `derive_seed` and
+# Adds environments of any kind: ids, arguments and wrappers, spaces, actions, and the number of
+# processes that suits them. The lesson calls `make_env`, `to_env_action`, `derive_seed` and
 # `count_workers`.
 
 CHEAP_STEP_SEC = 50e-6  # faster steps are not worth the two messages to another process
-INFERENCE_SEC = 150e-6  # what one step costs the process that collects, about
+INFERENCE_SEC = 150e-6  # of the process that collects, for one step, about
 TRIAL = 2**60  # `describe_env` counts episodes from here: no run gets that far
 MAX_WORKERS = 128
 LARGE_BOUND = 1e30  # as good as none
@@ -1666,7 +1671,7 @@ def first_line(error):
 
 def metrics_of(env):
     """The names in the environment's metadata["metrics"]; one name alone is accepted, too."""
-    metrics = (env.metadata or {}).get("metrics", ())  # None: adapters of old gym
+    metrics = (env.metadata or {}).get("metrics", ())  # adapters of the old gym have None
     return (metrics,) if isinstance(metrics, str) else tuple(metrics)
 
 
@@ -1846,9 +1851,9 @@ class Statistics(nn.Module):
 
 @torch.no_grad()
 def update_statistics(policy, rollout, weight, average):
-    """Update the running statistics with 256 steps of a rollout, and of those of other ranks: after
-    learning from it, because the policy must see the same in acting and in learning. `weight`: the
-    learning rate as a share of the first one."""
+    """Update the running statistics with 256 steps of the rollout of every rank. This comes after
+    learning from it, because the policy must see the same in acting and in learning. `weight` is
+    the learning rate as a share of the first one."""
     modules = list(policy.modules())
     readers = [each for each in modules if isinstance(getattr(each, "normalize", None), Statistics)]
     if not readers:
@@ -2026,8 +2031,8 @@ def lead_group():
 
 
 def end_process(process, timeout_sec):
-    """Let a process end within this time, else kill it; and kill what it has started and left
-    behind, which is in its process group."""
+    """Let a process end within this time, otherwise kill it. Then kill the processes that it has
+    started and left behind, which are in its process group."""
     process.join(timeout_sec)
     process.kill()
     with contextlib.suppress(OSError):  # nothing is left
@@ -2049,7 +2054,7 @@ def share_memory(tensors):
 
 
 def tell(text):
-    """Print to stderr what an environment has done; ranks say which of them it was."""
+    """Print a line about an environment to stderr; ranks add their number."""
     rank = os.environ.get("RANK")
     if rank is None:
         tqdm.write(text, file=sys.stderr)
@@ -2127,8 +2132,8 @@ def make_workers(options, split, spec, io):
 
 
 class Restarts:
-    """Counts what was started again. Raises EnvironmentFailure at more than --max-worker-restarts
-    in an hour."""
+    """Counts the environments and workers that were started again. Raises EnvironmentFailure if
+    they are more than --max-worker-restarts in an hour."""
 
     def __init__(self, options):
         self.most = options.max_worker_restarts
@@ -2351,14 +2356,14 @@ def check_rollout(rollout, version, lag=0):
 
 
 # ----------------------------------------------------------------------------- Logs and evaluation
-# Adds what is said of a run: where the time goes, how uneven the environments and how old the data
-# are, and an evaluation. The lesson calls `mean_logs`, `summarize_rollout`, `finished_episodes`,
+# Adds reports on a run: where the time goes, how uneven the environments and how old the data are,
+# and an evaluation. The lesson calls `mean_logs`, `summarize_rollout`, `finished_episodes`,
 # `mean_episode`, `count_workers`, `Stopwatch`, `headline` and `report_evaluation`.
 
 
 def mean_logs(logs):
-    """The means of what the mini-batches of an update have logged, apart from those that were
-    skipped. Raises FloatingPointError if all were."""
+    """The mean of each log over the mini-batches of an update, except those that were skipped.
+    Raises FloatingPointError if all were skipped."""
     table = torch.stack([torch.stack(list(log.values())) for log in logs]).cpu()  # one copy
     names = list(logs[0])
     skipped_M = table[:, names.index("losses/skipped")].bool()
@@ -2499,7 +2504,7 @@ def what_limits(options, waiting, inference, learning, worker_idle):
 
 
 def headline(options, spec, policy):
-    """What a run has chosen, and why, in one line."""
+    """The first line of a run: what it has chosen, and why."""
     workers, why = count_workers(options, spec)
     how = " ".join([options.sampler, *options.extensions])
     weights = list(policy.parameters())
@@ -2661,7 +2666,7 @@ def run_state(run):
 
 
 def resumed_checkpoint(options):
-    """The checkpoint that --resume continues from; None if there is none, or none yet."""
+    """The path of the checkpoint that --resume continues from, or None if it does not exist."""
     path = Path(options.resume or "") / "checkpoint.pt"
     return path if options.resume and path.exists() else None
 
@@ -2761,7 +2766,7 @@ class RunFolder:
             self.bar.write(text)
 
     def progress(self, step, logs=None):
-        """Move the progress bar to a step, and show what was logged there."""
+        """Move the progress bar to a step, and show some of the logs of that step."""
         if self.bar is None:
             return
         if logs:
@@ -2879,7 +2884,7 @@ def set_up_memory():
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
     trim_threshold = -1
     mmap_threshold = -3
-    with contextlib.suppress(OSError, AttributeError):  # another C library: nothing to tell
+    with contextlib.suppress(OSError, AttributeError):  # another C library has no such function
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(mmap_threshold, 1 << 25)  # glibc's maximum
         mallopt(trim_threshold, 1 << 30)
@@ -3018,11 +3023,10 @@ def make_policy(spec, options):
 
 
 def build(options):
-    """What there is to know of the environment (`EnvSpec`), and a new policy on its device. Raises
-    UserError."""
+    """The `EnvSpec` of the environment, and a new policy on its device. Raises UserError."""
     device = choose_device(options)
     options = replace(options, device=str(device))
-    # what is misspelt is refused before a process starts
+    # a misspelled name is refused before a process starts
     load(options.env_id, "--env-id")
     for wrapper in options.wrappers:
         load(wrapper, "--wrappers")
@@ -3100,8 +3104,8 @@ DOORS = {"env_id": gym.Env, "wrappers": gym.Wrapper, "policy": nn.Module, "exten
 
 
 def check_foreign(text, name):
-    """Raise UserError for what a file names behind one of the four doors, unless it is one of this
-    project's short names, or a class of the expected kind.
+    """Raise UserError if a name in a checkpoint is neither one of this project's short names nor a
+    class of the expected kind.
 
     To learn the kind, the module is imported. So it must not be one of Python's own, which would
     let a stranger choose among hundreds of programs.
@@ -3144,7 +3148,7 @@ def parse_options(argv, kind=Options):
     if given.resume and path.exists() and path.name != "checkpoint.pt":
         raise UserError(f"--resume {given.resume}: give a run folder")
     if given.resume and not path.exists():
-        # a misspelt folder is not a new run; who continues one seldom says what it trains on
+        # a misspelled folder is not a new run, and commands that continue one rarely have --env-id
         if not any(re.match("--env[-_]id\\b", word) for word in argv):
             advice = "give --env-id, too, to begin a run there"
             raise UserError(f"there is no checkpoint {path}: {advice}")
@@ -3175,8 +3179,8 @@ def parse_options(argv, kind=Options):
 
 
 def main(argv=None, kind=Options, launch=launch):
-    """Command line. Exit status 0: done, 1: failed while running, 2: refused, 130 or 143: stopped
-    by a signal."""
+    """Run a command line. Returns the exit status: 0 done, 1 failed while running, 2 refused, 128
+    plus the number of a signal that stopped it."""
     program = Path(sys.modules[kind.__module__].__file__).name
     try:
         options = parse_options(sys.argv[1:] if argv is None else argv, kind)
