@@ -2358,7 +2358,7 @@ def check_rollout(rollout, version, lag=0):
 # ----------------------------------------------------------------------------- Logs and evaluation
 # Adds reports on a run: where the time goes, how uneven the environments and how old the data are,
 # and an evaluation. The lesson calls `mean_logs`, `summarize_rollout`, `finished_episodes`,
-# `mean_episode`, `count_workers`, `Stopwatch`, `headline` and `report_evaluation`.
+# `mean_episode`, `Stopwatch`, `headline` and `report_evaluation`.
 
 
 def mean_logs(logs):
