@@ -1593,7 +1593,8 @@ def try_elsewhere(trial):
     options = trial.options
     context = process_context()
     answer, outbox = context.Pipe(duplex=False)
-    process = context.Process(target=trial_worker, args=(trial, outbox), daemon=True)
+    how = {"args": (trial, outbox), "name": "trial", "daemon": True}
+    process = context.Process(target=trial_worker, **how)
     process.start()
     outbox.close()  # so that the pipe ends if that process dies
     closing_sec = 0.0

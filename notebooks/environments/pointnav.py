@@ -10,6 +10,7 @@ import functools
 import itertools
 import math
 import multiprocessing
+import os
 
 import gymnasium as gym
 import numpy as np
@@ -339,7 +340,9 @@ def choose_simulator(workerless):
         why_not = "no Habitat: python -m notebooks.environments.habitat says why"
     except (ValueError, FileNotFoundError) as error:
         why_not = error
-    if multiprocessing.parent_process() is None:  # not in worker processes
+    # not in worker processes, nor in each of many ranks
+    speaks = multiprocessing.current_process().name in ("MainProcess", "trial")
+    if speaks and os.environ.get("LOCAL_RANK", "0") == "0":
         say_once(f"simulator: built-in ({why_not})" if why_not else "simulator: Habitat")
     return "builtin" if why_not else "habitat"
 
