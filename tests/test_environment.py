@@ -4,6 +4,7 @@ import contextlib
 import heapq
 import math
 import time
+from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
@@ -259,10 +260,13 @@ def test_bad_arguments_of_rearrange(tmp_path, capsys, name, words):
     assert run_folders(tmp_path) == []
 
 
-@pytest.mark.parametrize("where", ["main process", "worker"])
-def test_the_simulator_is_said_once(monkeypatch, capsys, where):
+@pytest.mark.parametrize(
+    "name, local_rank, speaks",
+    [("MainProcess", "0", True), ("trial", "0", True), ("trial", "1", False), ("F-9", "0", False)],
+)
+def test_the_simulator_is_said_once(monkeypatch, capsys, name, local_rank, speaks):
     """auto tries Habitat, takes the built-in simulator where it is missing, and says so once a
-    process, but not in workers; what was asked for by name is not said."""
+    process, but not in workers; a simulator that was asked for by name is not said."""
     tried = []
 
     def missing(config, lines):
@@ -270,14 +274,16 @@ def test_the_simulator_is_said_once(monkeypatch, capsys, where):
         raise ValueError("it is not there")
 
     monkeypatch.setattr(pointnav, "require_habitat", missing)
-    if where == "worker":
-        monkeypatch.setattr(pointnav.multiprocessing, "parent_process", lambda: "the main process")
+    process = SimpleNamespace(name=name)
+    monkeypatch.setattr(pointnav.multiprocessing, "current_process", lambda: process)
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
     pointnav.choose_simulator.cache_clear()
+    pointnav.say_once.cache_clear()
     for words in ((), ("image_size=16",), ("image_size=16", "camera=rgb"), ("simulator=auto",)):
         env = ver_ppo.make_env(ver_ppo.Options(env_kwargs=words))
         assert isinstance(env.unwrapped, pointnav.PointNav)
     assert tried == [pointnav.POINTNAV]
-    said = "simulator: built-in (it is not there)\n" if where == "main process" else ""
+    said = "simulator: built-in (it is not there)\n" if speaks else ""
     assert capsys.readouterr().out == said
     pointnav.choose_simulator.cache_clear()
     ver_ppo.make_env(ver_ppo.Options(env_kwargs=("simulator=builtin",)))
