@@ -2633,7 +2633,7 @@ def write_checkpoint(content, path):
         memory = BytesIO()  # torch hides the reason why a file cannot be written
         torch.save(content, memory)
         write_file(path, lambda file: file.write(memory.getbuffer()))
-    except OSError as error:
+    except (OSError, RuntimeError) as error:
         reason = str(error).splitlines()[0][:200]
         what = f"the checkpoint of step {content['step']} cannot be written to {path}"
         raise OSError(f"{what}, the one before stays: {reason}") from None
