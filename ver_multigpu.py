@@ -19,7 +19,7 @@ One update of R ranks. `[...]` marks the steps that all ranks take together, and
                                      ^ S* steps of all ranks together are complete: a rank that is
                                        not done is preempted
 
-Every rank counts its steps in a key-value store and looks at it every few milliseconds. All compute
+Every rank counts its steps in a key-value store and looks at it at short intervals. All compute
 the next rollout's S* from the same numbers, so no rank has to be told. Shapes as in ver_ppo.py;
 R ranks, G groups of environments.
 """
@@ -267,10 +267,11 @@ def step_seconds(rollout, quota, known_N):
     """Every environment's mean seconds per step, until it had given its `quota` or the rollout
     ended.
 
-    A step that was carried in counts as one, although it began earlier, and a step in flight at the
-    end counts as none, although it took time. That evens out over many steps. For few steps, there
-    are two lower bounds. A step takes at least as long as its simulator did. If an environment gave
-    no step, its steps take at least as long as before (`known_N`), and as long as the rollout.
+    With `ver`, hardly any environment reaches its quota. A step that was carried in counts as one,
+    although it began earlier, and a step in flight at the end counts as none, although it took
+    time. That evens out over many steps. For few steps, there are two lower bounds: (1) a step
+    takes at least as long as its simulator did; (2) if an environment gave no step, its steps take
+    at least as long as before (`known_N`), and as long as the rollout.
     """
     steps = rollout.complete
     given_N = np.bincount(steps["env"], minlength=rollout.num_envs)
@@ -278,31 +279,23 @@ def step_seconds(rollout, quota, known_N):
     np.maximum.at(last_N, steps["env"], steps["began_at"] + steps["step_sec"])
     spent_N = np.where(given_N >= quota, last_N, rollout.ended_at) - rollout.started_at
     simulated_N = np.bincount(steps["env"], steps["step_sec"], minlength=rollout.num_envs)
-    step_sec_N = np.maximum(spent_N, simulated_N) / np.maximum(given_N, 1)
+    step_sec_N = np.maximum(spent_N, simulated_N) / np.maximum(given_N, 1)  # bound 1
     gave_none_N = given_N == 0
-    step_sec_N[gave_none_N] = np.maximum(known_N, spent_N)[gave_none_N]
+    step_sec_N[gave_none_N] = np.maximum(known_N, spent_N)[gave_none_N]  # bound 2
     return np.maximum(step_sec_N, 1e-9)
 
 
-def fill_up(learned, newest, rollout):
-    """Put a rollout, preempted or not, in front of the S steps that this rank learned from before,
-    and drop as many of the oldest, so that there are S again (VER section 2.3).
-
-    `learned` has the `newest` steps of the last rollout first, then older steps, each part in time
-    order. With S = 6, where the last rollout gave c d e, older ones x y z, and this one a b:
-
-        before   c d e | x y z
-        after    a b | z c d e
+def fill_up(learned, rollout):
+    """Drop the oldest of the S steps that this rank learned from before, and append a rollout,
+    preempted or not, so that there are S again (VER section 2.3).
 
     The older steps keep their advantages, returns and weights. All older steps of an environment
     are one segment, since no step is missing between its rollouts.
     """
-    fresh = np.arange(rollout.rows)
-    rest = np.arange(rollout.rows, learned.capacity)
-    oldest_first = np.r_[newest : learned.capacity, 0:newest]  # the last rollout comes last
-    learned.copy(rest, learned, oldest_first[rollout.rows :])
-    learned.copy(fresh, rollout, fresh)
-    learned["segment"][rest] = learned.num_envs + learned["env"][rest]
+    stale = learned.capacity - rollout.rows
+    learned.copy(np.arange(stale), learned, np.arange(rollout.rows, learned.capacity))
+    learned.copy(np.arange(stale, learned.capacity), rollout, np.arange(rollout.rows))
+    learned["segment"][:stale] = learned.num_envs + learned["env"][:stale]
 
 
 # ------------------------------------------------------------------------------------------ Train
@@ -319,17 +312,18 @@ class RankRun(ver_ppo.Run):
     steps (optimal), or of ranks that are done (threshold). `enough` looks at it: when it reaches
     `limit`, a rollout ends as it is."""
 
-    # the ranks raise these at the same place
+    # the ranks raise these at the same place; OSError is not among them, because rank 0 alone may
+    # raise it, when it writes TensorBoard's curves
     exceptions_that_save = Interrupted, EnvironmentFailure, FloatingPointError
 
     def __init__(self, options):
         self.ranks = Ranks(options.rank_timeout)
-        self.learned = None  # with preemption: the S steps that were learned from last ...
-        self.newest = 0  # ... and how many of them are of the last rollout
+        self.learned = None  # with preemption: the S steps that were learned from last, in order
         self.step_sec_N = np.zeros(options.num_envs)  # of this rank's environments, last known
-        self.min_steps = options.rollout_steps // 4 if options.preemption == "threshold" else 1
-        # the first rollout, of which nothing is known, may last half a second
-        self.begin_rollout(limit=NO_LIMIT, predicted_sec=0.0, expected_sec=0.5)
+        quarter = max(1, options.rollout_steps // 4)
+        self.min_steps = quarter if options.preemption == "threshold" else 1
+        # of the first rollout nothing is known; the rollout before it is taken for half a second
+        self.begin_rollout(limit=NO_LIMIT, predicted_sec=0.0, last_rollout_sec=0.5)
         try:
             self.begin_together(options)
         except BaseException:
@@ -369,20 +363,18 @@ class RankRun(ver_ppo.Run):
         super().close()
         self.ranks.close()
 
-    def begin_rollout(self, limit, predicted_sec, expected_sec):
-        """Count from 0. A rank looks often enough to notice the end late by a hundredth of the
-        expected time at most."""
+    def begin_rollout(self, limit, predicted_sec, last_rollout_sec):
+        """Count from 0. A rank looks at the counter about a hundred times in a rollout as long as
+        the last one, so it notices the end a hundredth late."""
         self.limit = limit
         self.predicted_sec = predicted_sec
-        # if another rank stalls (it loads a scene, say), the others do not wait for S* steps
-        is_limited = predicted_sec and self.ranks.size > 1
-        self.latest = time.monotonic() + (PATIENCE * predicted_sec if is_limited else math.inf)
+        self.latest = math.inf
         self.preempted = False
         self.other_stopped = False
         self.counted = 0
         self.next_look = 0.0
         often_sec = max(0.005, self.ranks.size / 20_000)  # all together, 20,000 times a second
-        self.look_sec = min(1.0, max(often_sec, expected_sec / 100))
+        self.look_sec = min(1.0, max(often_sec, last_rollout_sec / 100))
 
     def note_signal(self, number, _frame):
         # torchrun may pass on a signal that has come already: a second one changes nothing
@@ -407,7 +399,8 @@ class RankRun(ver_ppo.Run):
 
     def count(self, rows, done=False):
         """Add to the counter of all ranks: with `optimal` preemption the steps since the last time,
-        otherwise 1 when this rank is done."""
+        otherwise 1 when this rank is done. With `none` there is no limit, and the counter only says
+        that a rank has stopped."""
         if self.options.preemption == "optimal":
             news = rows - self.counted
             self.counted = rows
@@ -420,6 +413,9 @@ class RankRun(ver_ppo.Run):
 
     def next_rollout(self, source):
         """This rank's rollout, when all ranks have one. Raises what any rank raised."""
+        if self.predicted_sec and self.ranks.size > 1:
+            # if another rank stalls (it loads a scene, say), the others do not wait for S* steps
+            self.latest = time.monotonic() + PATIENCE * self.predicted_sec
         failure = None
         try:
             rollout = super().next_rollout(source)
@@ -442,8 +438,7 @@ class RankRun(ver_ppo.Run):
             size = rollout.capacity, rollout.num_envs, self.policy.state_shape, rollout.device
             self.learned = ver_ppo.Rollout(self.spec, *size)
             self.learned.rows = rollout.capacity
-        fill_up(self.learned, self.newest, rollout)
-        self.newest = rollout.rows
+        fill_up(self.learned, rollout)
         return self.learned
 
     def update(self, rollout):

@@ -561,10 +561,13 @@ class Environment:
     def start(self):
         """Make the environment, and answer with its first observation.
 
-        If it takes the place of one that crashed, this answer also completes the step in flight.
-        That step survives only if it was finished and had ended its episode. Otherwise the episode
-        cannot continue, and the step is lost. (At the very first start no step is in flight, and
-        nobody reads what `lose_step` writes.)
+        If it takes the place of one that crashed, this answer also completes the step in flight:
+
+            crashed in the step, or before it took it    the step is lost
+            finished the step, the episode goes on       lost, since the episode cannot continue
+            finished the step, which ended the episode   kept; it crashed in the reset, say
+
+        (At the very first start no step is in flight, and nobody reads what `lose_step` writes.)
         """
         io = self.io
         e = self.number
@@ -666,9 +669,10 @@ def is_due(num_answered, num_environments, sec):
     """Whether a worker sends the answers that it has before it steps the rest. Asked after every
     answer.
 
-    After 2 ms it does so if half of its environments have answered. Inference then computes their
-    next actions while the worker steps the other half: double-buffered sampling (Sample Factory,
-    section 3.2). After a second it sends whatever it has; otherwise it would seem to hang.
+    `num_answered` counts the answers since it last sent some, and `num_environments` all of its
+    environments. After 2 ms it sends them if they are half. Inference then computes their next
+    actions while the worker steps the other half: double-buffered sampling (Sample Factory, section
+    3.2). After a second it sends whatever it has; otherwise it would seem to hang.
     """
     return sec > 1.0 or (sec > 0.002 and 2 * num_answered >= num_environments)
 
@@ -778,7 +782,9 @@ class Collector:
         self.pending["env"][:] = range(num_envs)
         self.pending["segment"][:] = range(num_envs)
         self.in_flight_N = np.zeros(num_envs, bool)
-        self.answered = []  # environments that have answered, not yet taken, in order of arrival
+        # environments that have answered, in order of arrival; until their answers are taken, their
+        # steps are still in flight
+        self.answered = []
         self.idle = np.zeros(0, int)  # their answers were taken, but they got no new action yet
         # recurrent state after each environment's latest action, its step complete or not
         self.state_N = torch.zeros(num_envs, *policy.state_shape, device=self.device)
@@ -850,7 +856,7 @@ class Collector:
         `obs` is the column of EnvIO from which the observations are taken.
         """
         shown = {key: to_device(obs[key][env_B], self.device) for key in obs.dtype.names}
-        # `pending` still holds the action before this one
+        # `pending` holds each environment's latest action, which led to these observations
         prev_action_BA = to_device(self.pending["action"][env_B], self.device)
         first_B = to_device(first_B, self.device)
         state_B = self.state_N[to_device(env_B, self.device)]
@@ -920,7 +926,8 @@ class Collector:
         """The value of what follows each environment's last step, N numbers.
 
         If its next step is in flight, that value was computed when the action was sent. For idle
-        environments it is computed now, in one batch; the memory does not move.
+        environments it is computed now, in one batch; the memory does not move. (An environment
+        that is still starting has given no step, and its value is not used.)
         """
         value_N = self.pending["value"].copy()
         if len(self.idle):
@@ -941,7 +948,7 @@ def rollouts_in_turn(run):
     options = run.options
     device = next(policy.parameters()).device
     # An episode's number seeds it. An environment has ended at most run.step episodes, because each
-    # took a step or more. So a run that is resumed, and numbers from there on, repeats none of them
+    # took a step or more. A resumed run starts its numbers at run.step, so no episode is repeated
     io = EnvIO(run.spec, options.num_envs, first_episode=run.step)
     capacity = options.rollout_steps
     rollout = Rollout(run.spec, capacity, options.num_envs, policy.state_shape, device)
@@ -994,8 +1001,8 @@ def importance_weights(env_S, num_envs):
 
     An environment that gave K_e of the S steps was sampled K_e / S of the time instead of 1 / N.
     Therefore each of its steps has the weight min(1, (S / N) / K_e). Slow environments are not
-    weighted up, so the mean weight is 1 at most. If a rank is preempted with fewer than N steps, S
-    counts as N: one step of an environment is never too many.
+    weighted up, so the mean weight is 1 at most. With many GPUs, a rollout may end early. If it has
+    fewer than N steps, S counts as N: one step of an environment is never too many.
 
     >>> importance_weights(np.array([0, 0, 0, 0, 1, 2]), num_envs=3)
     array([0.5, 0.5, 0.5, 0.5, 1. , 1. ], dtype=float32)
@@ -1056,14 +1063,14 @@ def cut_minibatches(sequences, count):
 def pack(sequences):
     """Arrange the steps of these sequences as a PackedSequence (VER section 2.2, figure 3C).
 
-    Three sequences, drawn longest first. A PackedSequence reads this picture column by column:
+    Three sequences, longest first:
 
-        a b c d         the first steps of all,        a e g
-        e f             the second steps of two,       b f
-        g               the third and the fourth       c
-                        of the longest alone           d
+        a b c d
+        e f
+        g
 
-    Returns the steps in this order, and how many sequences are still running at each time.
+    A PackedSequence reads them column by column: a e g | b f | c | d, batch sizes 3 2 1 1. Returns
+    the steps in this order, and the batch sizes: how many sequences are still running at each time.
 
     >>> letters = np.array(list("efabcdg"))
     >>> step_M, batch_sizes = pack([np.array([0, 1]), np.array([2, 3, 4, 5]), np.array([6])])
@@ -1089,7 +1096,8 @@ def update_value_scale(critic, rollout, average):
     The scale is the running root mean square of the returns. So rewards of any size are learned
     equally well, as if they were normalized (Engstrom et al. 2020). All that is stored and logged
     stays in the environment's units, so values that were stored under an earlier scale need no
-    conversion. One outlier can at most double the scale.
+    conversion. One outlier can at most double the scale. (The network's own predictions move with
+    the scale; the update that follows corrects them.)
     """
     returns_S = rollout.complete["returns"].astype(float)
     newest = torch.tensor([(returns_S**2).mean()], dtype=torch.float64)
@@ -1232,7 +1240,7 @@ class Run:
         rollouts           the iterator over rollouts, here `rollouts_in_turn`
         collector_class    the class that collects
         enough             whether a rollout ends early
-        next_rollout       takes it from the iterator
+        next_rollout       takes the next rollout from the iterator
         advantages         computes advantages, returns and weights; returns the steps to learn from
         average            averages tensors over all processes that learn together; alone, nothing
         update             the policy learns
@@ -1299,7 +1307,7 @@ class Run:
                 yield source  # here the body of the `with` in `train` runs
                 self.save()
                 if self.signal:  # it came in the last update
-                    raise Interrupted(self.signal)
+                    raise Interrupted(self.signal)  # caught below, where nothing is left to save
             except self.exceptions_that_save:
                 self.save()
                 if self.step:
@@ -1311,11 +1319,13 @@ class Run:
 
     def note_signal(self, number, _frame):
         """Record the first signal, so that training stops after the update that is being made. A
-        second one kills the process."""
+        second Ctrl-C or SIGTERM kills the process. (A terminal that closes may send two SIGHUP.)"""
+        if self.signal:
+            return
         self.signal = number
         with contextlib.suppress(OSError):  # nobody reads it
             os.write(2, b"\nstopping after this update; once more ends at once\n")
-        for each in SIGNALS:
+        for each in (signal.SIGINT, signal.SIGTERM):
             signal.signal(each, signal.SIG_DFL)
 
     def rollouts(self):
@@ -1553,6 +1563,7 @@ def to_env_action(space, action_A):
         return action.astype(space.dtype) + space.start
     has_low = space.low > -LARGE_BOUND
     has_high = space.high < LARGE_BOUND
+    # with a lower bound; with an upper bound alone; with none
     low = np.select([has_low, has_high], [space.low, space.high - 2], -1)
     high = np.where(has_low & has_high, space.high, low + 2)
     scaled = low + (action + 1) / 2 * (high - low)
@@ -1574,7 +1585,7 @@ def describe_env(options):
     """
     trial = Environment(0, options, "train", spec=None, io=None)
     if options.num_workers == 0:
-        with TorchState(options).in_place(), contextlib.closing(trial):
+        with TorchState(options, TRIAL).in_place(), contextlib.closing(trial):
             found = try_env(trial)
     else:
         found = try_elsewhere(trial)
@@ -1737,7 +1748,8 @@ def time_steps(trial):
             steps += 1
     ended = np.array([time.perf_counter(), time.process_time(), run_delay_sec()])
     step_sec, cpu_sec, delay_sec = (ended - began) / max(1, steps)
-    undisturbed_sec = max(step_sec - delay_sec, min(cpu_sec, step_sec))  # the CPU time, at least
+    # the CPU time at least, in case other threads were delayed; but they may have more of it
+    undisturbed_sec = max(step_sec - delay_sec, min(cpu_sec, step_sec))
     return float(undisturbed_sec), float(cpu_sec)
 
 
@@ -2155,8 +2167,9 @@ class TorchState:
     and whether gradients are kept. Environments in the trainer's process have such a state of their
     own."""
 
-    def __init__(self, options):
-        generator = torch.Generator().manual_seed(derive_seed(SEED_OF_INLINE, options.seed))
+    def __init__(self, options, episode):
+        seed = derive_seed(SEED_OF_INLINE, options.seed, episode)
+        generator = torch.Generator().manual_seed(seed)
         self.state = generator.get_state(), torch.get_default_dtype(), True
 
     @contextlib.contextmanager
@@ -2188,7 +2201,7 @@ class InlineWorkers:
         self.environments = environments
         self.answered = []
         self.restarts = Restarts(options)
-        self.state = TorchState(options)
+        self.state = TorchState(options, int(environments[0].io["episode"][0]))
         self.has_started = False
         self.send(np.arange(len(environments)))
         self.has_started = True
@@ -2845,8 +2858,8 @@ class LearnerThreads:
     program holds all of them up. Then one thread alone is faster. So after an update in which the
     main thread had to wait for its core for a tenth of the time, one thread makes the next 10
     updates. (Waiting while the run's own workers finish their steps stays below that tenth.) And
-    GOMP_SPINCOUNT=1000 keeps a thread that waits for another from spinning for long. Otherwise the
-    first such update could take minutes.
+    GOMP_SPINCOUNT=1000 keeps a thread that waits for another from spinning for long. Without it,
+    the first such update could take minutes.
     """
 
     def __init__(self, options):
@@ -3118,7 +3131,7 @@ def check_foreign(text, name):
     module, colon, _ = short.rpartition(":")
     if short in ALIASES or (name == "env_id" and not colon):
         return
-    found = None
+    found = None  # of Python's own modules, which are refused below
     parts = module.split(".")
     if parts[0] not in {*sys.stdlib_module_names, "test"} and "__main__" not in parts:
         found, _ = find(text, option)
@@ -3138,7 +3151,7 @@ def unchecked(kind):
 def parse_options(argv, kind=Options):
     """Options from the command line; with --resume or --checkpoint (a run folder or its checkpoint
     file), those of that run where none is given here. Raises UserError."""
-    given = tyro.cli(unchecked(kind), args=argv)
+    given = tyro.cli(unchecked(kind), args=argv)  # with the program's defaults
     if not (given.checkpoint or given.resume):
         return kind(**asdict(given))
     if given.checkpoint and given.resume:
@@ -3160,6 +3173,7 @@ def parse_options(argv, kind=Options):
     try:
         saved = load_checkpoint(path)["options"]
         saved = {name: value for name, value in saved.items() if name in names}
+        # with the file's options as defaults
         options = replace(tyro.cli(kind, args=argv, default=kind(**saved)), **place)
         doors = {name: getattr(options, name) for name in DOORS}
         doors = {k: [text] if isinstance(text, str) else list(text) for k, text in doors.items()}
@@ -3168,7 +3182,7 @@ def parse_options(argv, kind=Options):
     named = [text for texts in doors.values() for text in texts]
     print(f"{path} names code that is imported: {ascii(named)[1:-1]}")
     for name, texts in doors.items():
-        if getattr(options, name) == getattr(given, name):  # not from the file
+        if getattr(options, name) == getattr(given, name):  # the same without the file
             continue
         for text in texts:
             check_foreign(text, name)

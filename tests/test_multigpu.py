@@ -106,7 +106,8 @@ def run_main(rank, args, args_1=(), stop_in=0):
         return rollout
 
     def watching_update(policy, optimizer, rollout, *more):
-        steps_N = np.bincount(rollout["env"][: found.fresh], minlength=rollout.num_envs)
+        newest = rollout.complete[rollout.rows - found.fresh :]
+        steps_N = np.bincount(newest["env"], minlength=rollout.num_envs)
         counts = {"fresh": found.fresh, "stale": sum(rollout["segment"] >= rollout.num_envs)}
         counts |= {
             "different": len(set(zip(rollout["env"], rollout["sent_at"]))),
@@ -568,12 +569,13 @@ def test_fill_up(tmp_path, monkeypatch):
             ver_ppo.check_rollout(rollout, update)
             learned = run.advantages(rollout)
             assert learned.rows == learned.capacity == 48
-            given_N = np.bincount(learned["env"][:fresh], minlength=3)
+            newest = slice(48 - fresh, 48)
+            given_N = np.bincount(learned["env"][newest], minlength=3)
             fair = max(1.0, fresh / 3)
-            weights = [min(1.0, fair / given_N[e]) for e in learned["env"][:fresh]]
-            np.testing.assert_allclose(learned["weight"][:fresh], weights, rtol=1e-6)
+            weights = [min(1.0, fair / given_N[e]) for e in learned["env"][newest]]
+            np.testing.assert_allclose(learned["weight"][newest], weights, rtol=1e-6)
             collected = [content(rollout, index) for index in range(fresh)]
-            assert [content(learned, index) for index in range(fresh)] == collected
+            assert [content(learned, index) for index in range(48 - fresh, 48)] == collected
             all_steps += check_filled_up(learned, fresh, all_steps, known)
 
 
@@ -582,17 +584,18 @@ def check_filled_up(learned, fresh, all_steps, known):
     of what it has learned from, to which these are added. Returns the fresh steps."""
     numbers = (1000 * (learned["reward"] - learned["env"])).round().astype(int)
     steps = list(zip(learned["env"].tolist(), numbers.tolist()))
-    in_order = [*all_steps, *steps[:fresh]]
-    assert steps[fresh:] + steps[:fresh] == in_order[-48:], "the newest, in time order"
+    stale = 48 - fresh
+    in_order = [*all_steps, *steps[stale:]]
+    assert steps == in_order[-48:], "the newest, in time order"
     assert len(set(steps)) == 48, "no step twice"
-    assert all(known[steps[index]] == content(learned, index) for index in range(fresh, 48))
+    assert all(known[steps[index]] == content(learned, index) for index in range(stale))
     sequences = ver_ppo.find_sequences(learned["segment"], learned["first"])
     assert sorted(np.concatenate(sequences)) == list(range(48))
     for sequence in sequences:
-        assert len(set(learned["env"][sequence])) == 1 and len(set(sequence >= fresh)) == 1
+        assert len(set(learned["env"][sequence])) == 1 and len(set(sequence >= stale)) == 1
         assert (np.diff([steps[index][1] for index in sequence]) == 1).all()
     known |= {step: content(learned, index) for index, step in enumerate(steps)}
-    return steps[:fresh]
+    return steps[stale:]
 
 
 # ------------------------------------------------------------------------------ decisions, failures

@@ -1,11 +1,13 @@
 """Situations from public bug reports: what a run does when its environment, its user or its cluster
 does something unusual."""
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
@@ -277,6 +279,47 @@ def test_seconds_of_a_rank_that_gives_no_step():
     rollout["step_sec"][0] = 8.0
     found = ver_multigpu.step_seconds(rollout, 4, np.array([20.0, 0.1, 0.0]))
     assert found.tolist() == [20.0, 8.0, 3.0]
+
+
+def test_a_slow_checkpoint_preempts_nobody(tmp_path):
+    """How long a rollout may last counts from its beginning: what comes before it, such as writing
+    a checkpoint, is not a part of it. Then a rank that has waited for long enough ends it."""
+    line = f"{CARTPOLE} 640 --num-envs 2".split()
+    options = ver_ppo.parse_options(small(tmp_path, *line), ver_multigpu.Options)
+    with contextlib.closing(ver_multigpu.RankRun(options)) as run:
+        two = {"rank": 0, "size": 2, "add": lambda *more: 0, "agree": lambda failure: None}
+        alone, run.ranks = run.ranks, SimpleNamespace(**two)
+        run.begin_rollout(limit=1000, predicted_sec=0.2, last_rollout_sec=0.0)
+        time.sleep(0.5)  # the checkpoint
+        asked = []
+
+        def source():
+            for wait_sec in (0.0, 0.5):
+                time.sleep(wait_sec)
+                asked.append(run.enough(rows=4))
+            yield SimpleNamespace(rows=4)
+
+        run.next_rollout(source())
+        run.ranks = alone
+    assert asked == [False, True]
+
+
+def test_second_signals(tmp_path, monkeypatch):
+    """A terminal that closes may send two SIGHUP: both are one reason to stop. A second SIGTERM
+    would end the process at once."""
+    update = ver_ppo.ppo_update
+    handlers = []
+
+    def stopped(*args):
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGHUP)
+        handlers.append(signal.getsignal(signal.SIGTERM))
+        return update(*args)
+
+    monkeypatch.setattr(ver_ppo, "ppo_update", stopped)
+    assert ver_ppo.main(small(tmp_path, *f"{CARTPOLE} 640".split())) == 128 + signal.SIGHUP
+    (folder,) = run_folders(tmp_path)
+    assert saved(folder)["step"] == 64 and handlers == [signal.SIG_DFL]
 
 
 def test_a_film_of_no_episode(tmp_path, capsys):
