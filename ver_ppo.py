@@ -1978,7 +1978,7 @@ def build_encoders(spec, hidden_size):
 # or die, --num-workers 0, and signals. The lesson calls `failure_of`, `lose_step`, `check_reward`,
 # `read_metrics`, `check_shapes`, `check_numbers`, `tell`, `make_workers`, `guarded_worker`,
 # `Supervisor`, `process_context`, `share_memory`, `end_process`, `check_process`, `caught_signals`,
-# `SIGNALS`, `Interrupted` and `check_rollout`.
+# `Interrupted` and `check_rollout`.
 
 # a terminal that closes sends SIGHUP; SLURM sends SIGUSR1 or 2 before it ends a job
 SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2
