@@ -202,6 +202,8 @@ def train(run):
 # ----------------------------------------------------------------------------------------- Policy
 
 ACTION_FEATURES = 32  # of the previous action's embedding
+ENT_COEF_RANGE = 1e-4, 1.0  # of a learned entropy coefficient (VER table A1)
+LOG_STD_RANGE = -5.0, 2.0  # of a continuous action, as in habitat-baselines
 
 
 def orthogonal(layer, gain=math.sqrt(2)):
@@ -278,9 +280,9 @@ class Policy(nn.Module):
     choices each dimension has. `episode_columns` names the numbers that are kept of an episode:
     return, length, metrics.
 
-    The trainer uses these members: `step`, `sequences`, `auxiliary_loss`, `state_shape`,
-    `log_ent_coef`, and `critic`, a `Critic`, which computes all values. To change one part of the
-    policy, override `make_encoders`, `make_core`, `heads` or `auxiliary_loss`.
+    The trainer uses these members: `step`, `sequences`, `auxiliary_loss`, `keep_bounds`,
+    `state_shape`, `log_ent_coef`, and `critic`, a `Critic`, which computes all values. To change
+    one part of the policy, override `make_encoders`, `make_core`, `heads` or `auxiliary_loss`.
     """
 
     def __init__(self, spec, options):
@@ -374,6 +376,16 @@ class Policy(nn.Module):
     def auxiliary_loss(self, features_MF, core_MH, batch):
         """An additional loss on a mini-batch (`make_batch`), added to PPO's: here none."""
         return core_MH.new_zeros(())
+
+    @torch.no_grad()
+    def keep_bounds(self):
+        """After every step of the optimizer: bring parameters back into their bounds. An entropy
+        bonus would widen the distribution of actions without limit, if the environment clips
+        them."""
+        if self.log_ent_coef.requires_grad:
+            self.log_ent_coef.clamp_(*map(math.log, ENT_COEF_RANGE))
+        if not self.choices:
+            self.log_std_A.clamp_(*LOG_STD_RANGE)
 
 
 # ----------------------------------------------------------------------------------------- Tables
@@ -1201,8 +1213,7 @@ def minibatch_step(policy, optimizer, batch, options, average):
     finite = torch.isfinite(norm)
     if finite:
         optimizer.step()
-    if options.target_entropy is not None:
-        policy.log_ent_coef.data.clamp_(math.log(1e-4), 0.0)  # 1e-4 .. 1 (VER table A1)
+    policy.keep_bounds()
     logs["losses/auxiliary"] = auxiliary_loss.detach()
     logs["losses/grad_norm"] = norm
     logs["losses/skipped"] = (~finite).float()

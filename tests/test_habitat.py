@@ -6,6 +6,7 @@ The real one is tried if habitat_sim and habitat import and $HABITAT_DATA, or el
 val episodes lie in one scene).
 """
 
+import ast
 import importlib.util
 import os
 import subprocess
@@ -51,7 +52,9 @@ class RecordedTask:
     def __init__(self, config, dataset):
         self.config, self.dataset, self.seeds = config, dataset, []
         self.thread = threading.current_thread()
-        self.observation_space, self.action_space = Namespace(spaces=SPACES), Namespace(n=4)
+        self.observation_space = Namespace(spaces=SPACES | config.more_spaces)
+        self.action_space = config.action_space
+        self.actions = []
         self.habitat_env = self.unwrapped = self
         self._max_episode_steps, self.task = 5, Namespace(is_episode_active=True)
         self.metrics = dict.fromkeys(RECORDED["info"])
@@ -63,7 +66,8 @@ class RecordedTask:
         self.seeds.append(seed)
 
     def observe(self):
-        return {
+        more = {key: np.array(value) for key, value in self.config.more_values.items()}
+        return more | {
             "depth": np.zeros((16, 16, 1), np.float32),
             "pointgoal_with_gps_compass": np.array(RECORDED["goal"], np.float32),
             "objectgoal": np.array([7]),
@@ -77,8 +81,10 @@ class RecordedTask:
 
     def step(self, action):
         self._elapsed_steps += 1
-        self.task.is_episode_active = action != 0
-        done = action == 0 or self._elapsed_steps >= 5
+        self.actions.append(action)
+        stops = isinstance(self.action_space, Namespace) and action == 0
+        self.task.is_episode_active = not stops
+        done = stops or self._elapsed_steps >= 5
         return (
             self.observe(),
             RECORDED["reward"],
@@ -113,17 +119,33 @@ def recorded(monkeypatch):
     def get_config(path, overrides):
         splits = [line for line in overrides if line.startswith("habitat.dataset.split=")]
         split = splits[0].split("=")[1]
-        dataset = Namespace(
-            type="PointNav-v1", split=split, data_path=__file__, scenes_dir=__file__
-        )
-        return Namespace(habitat=Namespace(dataset=dataset, path=path, overrides=overrides))
+        names = [line.split("=")[1] for line in overrides if "content_scenes=" in line]
+        scenes = ast.literal_eval(names[-1]) if names else ["*"]
+        paths = {"data_path": __file__, "scenes_dir": __file__, "content_scenes": scenes}
+        dataset = Namespace(type="PointNav-v1", split=split, **paths)
+        task = {"task": Namespace(lab_sensors={}), "action_space": Namespace(n=4)}
+        task |= {"more_spaces": {}, "more_values": {}} | recording
+        return Namespace(habitat=Namespace(dataset=dataset, path=path, overrides=overrides, **task))
 
+    class Dataset:
+        """36 episodes, three in each of twelve scenes; `loaded`: how many episodes were."""
+
+        def __init__(self, kind, config=None):
+            self.scenes = config.content_scenes if config else []
+            everything = "*" in self.scenes
+            self.episodes = [e for e in range(36) if everything or f"room {e // 3}" in self.scenes]
+
+        def get_scenes_to_load(self, config):
+            return [f"room {number}" for number in range(12)]
+
+    recording = {}
     lab, maker = ModuleType("habitat"), ModuleType("habitat.gym")
     lab.get_config, lab.logger = get_config, Namespace(setLevel=lambda level: None)
-    lab.make_dataset = lambda kind, config: Namespace(episodes=list(range(36)))
+    lab.make_dataset = Dataset
     maker.make_gym_from_config = RecordedTask
     for module in (lab, maker, ModuleType("habitat_sim"), ModuleType("gym")):
         monkeypatch.setitem(sys.modules, module.__name__, module)
+    return recording
 
 
 def make(number=0, split="train", env_kwargs=(), **options):
@@ -180,14 +202,17 @@ def test_step_limit_truncates(recorded):
 
 @pytest.mark.parametrize("num_envs", [1, 5, 36])
 def test_episodes(recorded, num_envs):
-    """Environments share out the validation episodes; each has all training episodes. A reset's
-    seed reaches the task."""
+    """Environments divide the validation episodes, and the training scenes: together they have
+    all. A reset's seed reaches the task."""
     envs = [make(number, "val", num_envs=num_envs).unwrapped for number in range(num_envs)]
     shares = [env.gym_env.dataset.episodes for env in envs]
     assert sorted(sum(shares, [])) == list(range(36))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
-    env = make(0, "train", num_envs=num_envs).unwrapped
-    assert env.gym_env.dataset.episodes == list(range(36))
+    envs = [make(number, "train", num_envs=num_envs).unwrapped for number in range(num_envs)]
+    shares = [env.gym_env.dataset.episodes for env in envs]
+    assert set(sum(shares, [])) == set(range(36))
+    assert min(map(len, shares)) > 0
+    env = envs[0]
     for seed in (3, 3, 4):
         env.reset(seed=seed)
     assert env.gym_env.seeds[0] == env.gym_env.seeds[1] != env.gym_env.seeds[2]
@@ -208,7 +233,7 @@ def test_configuration(recorded):
         assert f"{sensors}.rgb_sensor.width=32" in config.overrides
         assert f"~{sensors}.depth_sensor" in config.overrides
         assert f"habitat.dataset.split={split}" in config.overrides
-        assert config.overrides[-1] == "a.b=c"
+        assert "a.b=c" in config.overrides
         assert "habitat.simulator.habitat_sim_v0.gpu_device_id=2" in config.overrides
         chosen = {
             "train": ["shuffle=True", "max_scene_repeat_episodes=50"],
@@ -229,7 +254,8 @@ def test_own_configurations(recorded):
     options = ver_ppo.Options(env_id="habitat", env_kwargs=tuple(words.split()))
     config = ver_ppo.make_env(options, "val", 2).unwrapped.gym_env.config
     assert config.path == path and config.overrides[0] == "habitat.dataset.split=val"
-    assert config.overrides[-5:] == [
+    assert config.overrides[-1].startswith("habitat.seed=")
+    assert config.overrides[-6:-1] == [
         "habitat.environment.max_episode_steps=300",
         "habitat.task.a=[1, 2]",
         "habitat.task.b=True",
@@ -240,6 +266,84 @@ def test_own_configurations(recorded):
     assert habitat.override_lines({"a.b": "'/d/{split}.gz'"}) == ["a.b='/d/{split}.gz'"]
     with pytest.raises(ValueError, match="camera is no argument"):
         habitat.HabitatEnv(camera="rgb")
+
+
+def test_scenes_of_environments():
+    """Together they have all scenes, each has sixteen if there are as many, and which ones depends
+    on the seed. Nobody has all if there are many more."""
+    for num_scenes, num_envs in ((1, 4), (12, 4), (72, 4), (500, 32)):
+        scenes = [f"room {number}" for number in range(num_scenes)]
+        shares = [habitat.share_scenes(scenes, num_envs, number, 1) for number in range(num_envs)]
+        assert set(sum(shares, [])) == set(scenes)
+        assert min(map(len, shares)) > min(num_scenes, 16) / 2
+        assert max(map(len, shares)) <= max(16, -(-num_scenes // num_envs))
+        assert shares == [habitat.share_scenes(scenes, num_envs, e, 1) for e in range(num_envs)]
+    assert shares[0] != habitat.share_scenes(scenes, 32, 0, 2)
+    assert habitat.share_scenes(scenes, 32, 33, 1) == shares[1]  # of a second rank
+
+
+def test_given_scenes(recorded):
+    """Scenes that the user names are divided, too."""
+    given = "habitat.dataset.content_scenes=['room 3','room 4']"
+    env = make(0, "train", (given,), num_envs=2).unwrapped
+    assert set(env.gym_env.dataset.episodes) <= {9, 10, 11, 12, 13, 14}
+
+
+def test_a_given_seed(recorded):
+    """It changes the seeds of all environments, and they stay different."""
+    seeds = {}
+    for words in ((), ("habitat.seed=3",), ("habitat.seed=4",)):
+        for number in (0, 1):
+            config = make(number, "train", words).unwrapped.gym_env.config
+            (*_, seed) = [line for line in config.overrides if line.startswith("habitat.seed=")]
+            seeds[words, number] = seed
+    assert len(set(seeds.values())) == 6
+
+
+def test_actions_reach_the_task(recorded):
+    """Numbers of the policy are not stretched over declared bounds, and are clipped to them: a
+    base's velocity is declared as -20..20, but its simulator clips it to -1..1."""
+    low, high = np.array([-20.0, 0.0, -1.0]), np.array([20.0, 1.0, 1.0])
+    recorded["action_space"] = gym.spaces.Box(low, high, dtype=np.float64)
+    env = make().unwrapped
+    assert env.action_space == gym.spaces.Box(-np.inf, np.inf, (3,), np.float32)
+    env.reset(seed=1)
+    for given, arrives in (([0.3, 0.3, 0.3], [0.3, 0.3, 0.3]), ([-30, -0.5, 2], [-20, 0, 1])):
+        env.step(ver_ppo.to_env_action(env.action_space, np.array(given, np.float32)))
+        np.testing.assert_allclose(env.gym_env.actions[-1], arrives, rtol=1e-6)
+    spec = ver_ppo.describe_env(ver_ppo.Options(env_kwargs=("simulator=habitat",)))
+    assert spec.action_dims == 3 and not spec.choices
+
+
+VECTOR = gym.spaces.Box(-100, 100, (2,), np.float32)
+ANGLE = gym.spaces.Box(-np.pi, np.pi, (1,), np.float32)
+
+
+def test_goals_and_angles(recorded):
+    """A second polar goal keeps its name, one in space has four numbers, and one with Cartesian
+    coordinates stays as it is. A compass and a heading become cosine and sine."""
+    recorded["more_spaces"] = {"pointgoal": VECTOR, "compass": ANGLE, "heading": ANGLE}
+    recorded["more_values"] = {"pointgoal": [2.0, 0.5], "compass": [3.0], "heading": [-1.0]}
+    env = make().unwrapped
+    observation, _ = env.reset(seed=1)
+    assert observation in env.observation_space
+    np.testing.assert_allclose(observation["pointgoal"], [2, np.cos(0.5), -np.sin(0.5)], rtol=1e-6)
+    np.testing.assert_allclose(observation["compass"], [np.cos(3), np.sin(3)], rtol=1e-6)
+    np.testing.assert_allclose(observation["heading"], [np.cos(1), -np.sin(1)], rtol=1e-6)
+    assert observation["goal"][0] == pytest.approx(RECORDED["goal"][0])
+
+    recorded["more_spaces"] = {"pointgoal": gym.spaces.Box(-100, 100, (3,), np.float32)}
+    recorded["more_values"] = {"pointgoal": [2.0, 0.5, 1.0]}
+    env = make().unwrapped
+    observation, _ = env.reset(seed=1)
+    assert observation in env.observation_space
+    direction = [np.sin(1) * np.cos(0.5), -np.sin(1) * np.sin(0.5), np.cos(1)]
+    np.testing.assert_allclose(observation["pointgoal"], [2, *direction], rtol=1e-6)
+
+    sensor = Namespace(goal_format="CARTESIAN")
+    recorded["task"] = Namespace(lab_sensors={"pointgoal_sensor": sensor})
+    observation, _ = make().reset(seed=1)
+    assert observation["pointgoal"].tolist() == [2.0, 0.5, 1.0]
 
 
 def test_without_a_run(recorded):

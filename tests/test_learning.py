@@ -92,6 +92,24 @@ def test_entropy_constraint(target, grows):
         assert policy.log_ent_coef.exp().item() == pytest.approx(bound, rel=1e-4)
 
 
+@pytest.mark.parametrize("bound", [2.0, -5.0])
+def test_deviation_has_bounds(bound):
+    """An entropy bonus widens the distribution of a continuous action up to a bound, and a
+    deviation that falls stops at the other. From there it can still move back."""
+    spec = ver_ppo.EnvSpec(gym.spaces.Box(-1, 1, (2,)), gym.spaces.Box(-1, 1, (3,)), ())
+    policy = ver_ppo.Policy(spec, ver_ppo.Options(hidden_size=8))
+    optimizer = torch.optim.SGD([policy.log_std_A], lr=1.0)
+    towards = 1.0 if bound > 0 else -1.0
+    for sign, expected in ((towards, bound), (-towards, bound - towards)):
+        for _ in range(10 if sign == towards else 1):
+            optimizer.zero_grad()
+            distribution, _ = policy.heads(torch.zeros(4, 8))
+            (-sign * distribution.entropy().mean()).backward()
+            optimizer.step()
+            policy.keep_bounds()
+        assert policy.log_std_A.tolist() == [expected] * 3
+
+
 def test_entropy_constraint_is_of_the_plain_mean():
     """The weights of steps do not enter it: its gradient is coefficient x (mean - target)."""
     logits = torch.tensor([[0.0, 0.0], [0.0, 4.0]])

@@ -207,6 +207,14 @@ def test_running_statistics():
             assert name in state and name not in learned
 
 
+def test_the_image_of_a_goal_has_an_encoder_of_its_own():
+    """It is not stacked on the camera's images, although it has the same size."""
+    observations = {"depth": DEPTH, "imagegoal": RGB, "rgb": RGB}
+    policy = build(observations, policy="resnet18", hidden_size=16)
+    keys = [[image.key for image in each.image.images] for each in policy.encoders]
+    assert keys == [["depth", "rgb"], ["imagegoal"]]
+
+
 def test_statistics_of_a_whole_rollout():
     """256 steps, drawn from the whole rollout, and not from the rows after it."""
     policy = build({"goal": GOAL}, hidden_size=16).train()

@@ -22,7 +22,9 @@ import numpy as np
 POINTNAV = "benchmark/nav/pointnav/pointnav_habitat_test.yaml"
 GOAL_SPACE = gym.spaces.Box(-100, 100, (3,), np.float32)  # distance in m, cos, sin of bearing
 POLAR = ("pointgoal_with_gps_compass", "pointgoal")  # observations [distance in m, angle]
+ANGLES = ("compass", "heading")  # observations of one angle
 SCENE_EPISODES = 50  # of training in a scene before the next one: loading a scene takes seconds
+MIN_SCENES = 16  # of an environment, if there are as many
 
 CONDA = "conda install habitat-sim withbullet headless -c conda-forge -c aihabitat-nightly"
 INSTALL = f"{CONDA}; pip install habitat-lab"
@@ -93,44 +95,107 @@ def require_habitat(config, lines):
             raise FileNotFoundError(f"{missing}: {way_out}; or {ELSEWHERE}")
 
 
-def own_lines(options, split, number):
-    """What a run's options say of environment `number`: the split, its seed, the GPU that draws,
-    and how episodes are chosen. Validation plays its episodes in order."""
+def own_lines(options, split):
+    """Overrides that a run's options give every environment: the split, the GPU that draws, and
+    how episodes are chosen. Validation plays its episodes in order."""
     trains = split == "train"
-    seed = np.random.SeedSequence([int(not trains), options.seed if options else 0, number])
     device = options.device if options else "cpu"
     gpu = device.removeprefix("cuda:") if device.startswith("cuda:") else -1
     iterator = "habitat.environment.iterator_options"
     return [
         f"habitat.dataset.split={split}",
         f"habitat.simulator.habitat_sim_v0.gpu_device_id={gpu}",
-        f"habitat.seed={seed.generate_state(1)[0] >> 1}",
         f"{iterator}.shuffle={trains}",
         f"{iterator}.max_scene_repeat_episodes={SCENE_EPISODES if trains else -1}",
     ]
 
 
+def seed_line(options, split, number, given):
+    """The override with the seed of environment `number`. A seed that the user has `given` changes
+    the seeds of all environments, and they stay different."""
+    seed = [int(split != "train"), options.seed if options else 0, number, int(given)]
+    return f"habitat.seed={np.random.SeedSequence(seed).generate_state(1)[0] >> 1}"
+
+
+def share_scenes(scenes, num_envs, number, seed):
+    """The scenes of environment `number` of N, in training.
+
+    Episodes take memory and time to load, and a training split may have millions. So the
+    environments divide the scenes, in a random order that repeats until each has MIN_SCENES:
+    with fewer, an environment would show the policy too little.
+
+    >>> shares = [share_scenes(list("abcdefg"), 3, number, seed=1) for number in range(3)]
+    >>> sorted(set(sum(shares, [])))
+    ['a', 'b', 'c', 'd', 'e', 'f', 'g']
+    """
+    rng = np.random.default_rng(seed)
+    count = max(min(MIN_SCENES, len(scenes)), math.ceil(len(scenes) / num_envs))
+    repeats = math.ceil(count * num_envs / len(scenes))
+    order = np.concatenate([rng.permutation(len(scenes)) for _ in range(repeats)])
+    mine = order[number % num_envs :: num_envs][:count]
+    return [scenes[index] for index in sorted(set(mine.tolist()))]
+
+
+def scenes_line(dataset, options, number):
+    """The override with the training scenes of environment `number`; `dataset` is that part of
+    habitat-lab's configuration."""
+    import habitat
+
+    scenes = list(dataset.content_scenes)
+    if "*" in scenes:
+        scenes = habitat.make_dataset(dataset.type).get_scenes_to_load(dataset)
+    mine = share_scenes(scenes, options.num_envs, number, options.seed)
+    return f"habitat.dataset.content_scenes={mine}"
+
+
 # ------------------------------------------------------------------------------------- Environment
 
 
-def to_gymnasium_space(space):
-    """A space of the old gym as Gymnasium's; one whole number in a Box (an object's category) as
-    Discrete, a polar goal as `goal`."""
-    if hasattr(space, "spaces"):
-        parts = {}
-        for key, part in space.spaces.items():
-            if key in POLAR:
-                parts["goal"] = GOAL_SPACE
-            else:
-                parts[key] = to_gymnasium_space(part)
-        return gym.spaces.Dict(parts)
-    if hasattr(space, "n"):
-        return gym.spaces.Discrete(int(space.n))
+def is_polar(task, key):
+    """Whether a goal has polar coordinates, as habitat-lab's own configurations have."""
+    sensor = task.task.lab_sensors.get(f"{key}_sensor")
+    return getattr(sensor, "goal_format", "POLAR") == "POLAR"
+
+
+def polar_goal(value):
+    """[distance, cos, sin] of a polar goal [distance, angle], as in PointNav. A goal in space has a
+    third number, the angle from the vertical. Its direction then has three, as in
+    habitat-baselines.
+
+    >>> polar_goal([2.0, 0.0]), polar_goal([2.0, 0.0, math.pi / 2])[:3]
+    ([2.0, 1.0, -0.0], [2.0, 1.0, -0.0])
+    """
+    distance, angle, *vertical = value
+    if not vertical:
+        return [distance, math.cos(-angle), math.sin(-angle)]
+    level = math.sin(vertical[0])
+    direction_3 = [level * math.cos(-angle), level * math.sin(-angle), math.cos(vertical[0])]
+    return [distance, *direction_3]
+
+
+def cosine_and_sine(value):
+    """Of an angle. The angle itself would jump from pi to -pi."""
+    return [math.cos(value[0]), math.sin(value[0])]
+
+
+def floats(function):
+    """A function whose result is an array of float32."""
+    return lambda value: np.array(function(value), np.float32)
+
+
+def show(key, space, polar):
+    """How a part of an observation is shown: its space in Gymnasium, and a function that converts
+    its values. A goal in `polar` coordinates and an angle become cosines and sines. One whole
+    number in a Box (an object's category) becomes a choice."""
+    if key in polar:
+        return gym.spaces.Box(-100, 100, (space.shape[0] + 1,), np.float32), floats(polar_goal)
+    if key in ANGLES and space.shape == (1,):
+        return gym.spaces.Box(-1, 1, (2,), np.float32), floats(cosine_and_sine)
     if space.shape == (1,) and np.issubdtype(space.dtype, np.integer):
         low = int(space.low[0])
         high = int(space.high[0])
-        return gym.spaces.Discrete(high - low + 1, start=low)
-    return gym.spaces.Box(space.low, space.high, space.shape, space.dtype)
+        return gym.spaces.Discrete(high - low + 1, start=low), lambda value: int(value[0])
+    return gym.spaces.Box(space.low, space.high, space.shape, space.dtype), lambda value: value
 
 
 def scalars(measures, prefix=""):
@@ -152,11 +217,13 @@ class HabitatEnv(gym.Env):
     """A habitat-lab task as a Gymnasium environment; written for habitat-lab 0.3, whose
     environments have the old gym's interface, with four results.
 
-    A polar goal becomes `goal` = [distance, cos, sin], as in PointNav. Reaching the step limit
-    truncates an episode, whatever else ends it terminates it. Every scalar that the task measures
-    is a metric. `options` (a run's) give the GPU, the seed and the number of environments, which
-    share out the validation episodes. Raises ImportError, ValueError or FileNotFoundError, with the
-    way out, if something is missing.
+    A polar goal becomes `goal` = [distance, cos, sin], as in PointNav. Continuous actions reach the
+    task as they are, clipped to the bounds that it declares. Those bounds say nothing about useful
+    sizes: a base's velocity is declared as -20..20, and its simulator clips it to -1..1. Reaching
+    the step limit truncates an episode, and any other end terminates it. Every scalar that the task
+    measures is a metric. `options` (of a run) give the GPU, the seed and the number of
+    environments, which divide training scenes and validation episodes. Raises ImportError,
+    ValueError or FileNotFoundError, which say how to fix it, if something is missing.
     """
 
     render_mode = "rgb_array"
@@ -178,7 +245,13 @@ class HabitatEnv(gym.Env):
         import habitat
         from habitat.gym import make_gym_from_config
 
-        task = load_config(config, [*own_lines(options, split, number), *lines]).habitat
+        lines = [*own_lines(options, split), *lines]
+        if options or "habitat.seed" not in overrides:
+            lines.append(seed_line(options, split, number, overrides.get("habitat.seed") or 0))
+        if options and split == "train":
+            scenes_of = load_config(config, lines).habitat.dataset
+            lines.append(scenes_line(scenes_of, options, number))
+        task = load_config(config, lines).habitat
         dataset = habitat.make_dataset(task.dataset.type, config=task.dataset)
         if split == "val":  # environments share the episodes out
             count = len(dataset.episodes)
@@ -186,8 +259,18 @@ class HabitatEnv(gym.Env):
             dataset.episodes = dataset.episodes[share]
         self.gym_env = make_gym_from_config(task, dataset)
         self.habitat_env = self.gym_env.unwrapped.habitat_env
-        self.action_space = to_gymnasium_space(self.gym_env.action_space)
-        self.observation_space = to_gymnasium_space(self.gym_env.observation_space)
+        self.declared = self.gym_env.action_space
+        if hasattr(self.declared, "n"):
+            self.action_space = gym.spaces.Discrete(int(self.declared.n))
+        else:  # without bounds, so that nobody scales to them
+            shape = self.declared.shape
+            self.action_space = gym.spaces.Box(-np.inf, np.inf, shape, np.float32)
+        shown = self.gym_env.observation_space.spaces
+        polar = [key for key in POLAR if key in shown and is_polar(task, key)]
+        self.names = {key: "goal" for key in polar[:1]}  # as PointNav calls it
+        self.parts = {key: show(key, space, polar) for key, space in shown.items()}
+        spaces = {self.names.get(key, key): space for key, (space, _) in self.parts.items()}
+        self.observation_space = gym.spaces.Dict(spaces)
 
     @property
     def metadata(self):
@@ -201,6 +284,8 @@ class HabitatEnv(gym.Env):
         return self.convert(self.gym_env.reset()), {}
 
     def step(self, action):
+        if isinstance(self.action_space, gym.spaces.Box):
+            action = np.clip(action, self.declared.low, self.declared.high)
         observation, reward, done, info = self.gym_env.step(action)
         past_limit = self.habitat_env._elapsed_steps >= self.habitat_env._max_episode_steps
         truncated = done and past_limit and self.habitat_env.task.is_episode_active
@@ -211,14 +296,8 @@ class HabitatEnv(gym.Env):
         """An observation as the observation space says."""
         converted = {}
         for key, value in observation.items():
-            if key in POLAR:
-                distance, angle = value
-                goal_3 = [distance, math.cos(-angle), math.sin(-angle)]
-                converted["goal"] = np.array(goal_3, np.float32)
-            elif isinstance(self.observation_space[key], gym.spaces.Discrete):
-                converted[key] = int(value[0])
-            else:
-                converted[key] = value
+            _, convert = self.parts[key]
+            converted[self.names.get(key, key)] = convert(value)
         return converted
 
     def render(self):

@@ -152,14 +152,15 @@ class ResNetPolicy(ver_ppo.Policy):
 
     def make_encoders(self, spec, options):
         encoders = []
-        sizes = {}  # images by their size
+        # images of one size are stacked, but not the image of a goal on the image of the camera
+        stacks = {}
         for key, space in spec.observations.items():
             if image_layout(space):
                 image = Image(key, space)
-                sizes.setdefault(image.size, []).append(image)
+                stacks.setdefault((image.size, "goal" in key), []).append(image)
             else:
                 encoders.append(LinearVector(key, space))
-        for images in sizes.values():
+        for images in stacks.values():
             encoders.append(ResNet(Stack(images), options.hidden_size, **self.backbone))
         return nn.ModuleList(encoders)
 
