@@ -203,7 +203,6 @@ def train(run):
 
 ACTION_FEATURES = 32  # of the previous action's embedding
 ENT_COEF_RANGE = 1e-4, 1.0  # of a learned entropy coefficient (VER table A1)
-LOG_STD_RANGE = -5.0, 2.0  # of a continuous action, as in habitat-baselines
 
 
 def orthogonal(layer, gain=math.sqrt(2)):
@@ -284,6 +283,8 @@ class Policy(nn.Module):
     `state_shape`, `log_ent_coef`, and `critic`, a `Critic`, which computes all values. To change
     one part of the policy, override `make_encoders`, `make_core`, `heads` or `auxiliary_loss`.
     """
+
+    log_std_range = -5.0, 2.0  # of a continuous action, as in habitat-baselines
 
     def __init__(self, spec, options):
         super().__init__()
@@ -385,7 +386,7 @@ class Policy(nn.Module):
         if self.log_ent_coef.requires_grad:
             self.log_ent_coef.clamp_(*map(math.log, ENT_COEF_RANGE))
         if not self.choices:
-            self.log_std_A.clamp_(*LOG_STD_RANGE)
+            self.log_std_A.clamp_(*self.log_std_range)
 
 
 # ----------------------------------------------------------------------------------------- Tables
@@ -2932,6 +2933,7 @@ ALIASES = {
     "overlap": "notebooks.extensions.overlap:Overlap",
     "async": "notebooks.extensions.overlap:Async",
     "trace": "notebooks.extensions.trace:Trace",
+    "from_habitat": "notebooks.extensions.from_habitat:HabitatBaselines",
     "transfer": "notebooks.extensions.transfer:Transfer",
 }
 

@@ -39,14 +39,14 @@ def convolution(channels_in, channels_out, kernel, stride=1, groups=1, dilation=
 
 class Block(nn.Module):
     """Residual block (He et al. 2016): 1x1, 3x3, 1x1 convolutions, or without bottleneck 3x3, 3x3.
-    `groups` is ResNeXt's cardinality, `squeeze` adds squeeze and excitation, `modern` layer scale
-    and a dilated second 3x3 kernel (ConvNeXt)."""
+    `wide` doubles the width, as in ResNeXt, and `groups` is its cardinality. `squeeze` adds squeeze
+    and excitation, `modern` layer scale and a dilated second 3x3 kernel (ConvNeXt)."""
 
-    def __init__(self, channels_in, planes, stride, bottleneck, groups, squeeze, modern):
+    def __init__(self, channels_in, planes, stride, bottleneck, wide, groups, squeeze, modern):
         super().__init__()
         if bottleneck:
             channels_out = 4 * planes
-            width = 2 * planes if groups > 1 else planes
+            width = 2 * planes if wide else planes
             first = convolution(channels_in, width, 1)
             middle = convolution(width, width, 3, stride, groups)
             last = convolution(width, channels_out, 1)
@@ -76,12 +76,24 @@ class Block(nn.Module):
 
 
 class ResNet(nn.Module):
-    """2x2 average pooling, backbone, compression of its last feature map to about 2,048 numbers
-    (DD-PPO appendix A), linear layer. `modern`: patches of 4x4 pixels come first, and down-sampling
-    stands between the stages (VER section 4)."""
+    """2x2 average pooling, backbone, compression of its last feature map to about 2,048 numbers in
+    `most_channels` channels at most (DD-PPO appendix A), linear layer.
+
+    `modern`: patches of 4x4 pixels come first, and down-sampling comes between the stages (VER
+    section 4). `groups_first`: only the first block of a stage has groups, as in habitat-baselines.
+    """
 
     def __init__(
-        self, image, out_features, blocks, bottleneck=True, groups=1, squeeze=False, modern=False
+        self,
+        image,
+        out_features,
+        blocks,
+        bottleneck=True,
+        groups=1,
+        squeeze=False,
+        modern=False,
+        groups_first=False,
+        most_channels=512,
     ):
         super().__init__()
         if min(image.size) < 64:
@@ -101,12 +113,14 @@ class ResNet(nn.Module):
                 channels = planes
             for block in range(count):
                 stride = 2 if stage and not block and not modern else 1
-                layers.append(Block(channels, planes, stride, bottleneck, groups, squeeze, modern))
+                of_block = 1 if block and groups_first else groups
+                kind = bottleneck, groups > 1, of_block, squeeze, modern
+                layers.append(Block(channels, planes, stride, *kind))
                 channels = 4 * planes if bottleneck else planes
         self.backbone = nn.Sequential(*layers)
         with torch.no_grad():
             height, width = self.backbone(torch.zeros(1, image.channels, *image.size)).shape[2:]
-        compressed = min(512, round(2048 / (height * width)))  # smaller images: fewer
+        compressed = min(most_channels, round(2048 / (height * width)))
         last = nn.Conv2d(channels, compressed, 3, padding=1, bias=False)
         self.compress = nn.Sequential(last, nn.GroupNorm(1, compressed), nn.ReLU(), nn.Flatten())
         self.out = orthogonal(nn.Linear(compressed * height * width, out_features))
