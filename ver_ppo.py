@@ -143,7 +143,7 @@ class Options:
     # another network: "MODULE:CLASS(KEY=VALUE, ...)", or resnet18, resnet50, controller(file=...)
     policy: str = "ver_ppo:Policy"
     # around the training, in this order: "MODULE:CLASS(KEY=VALUE, ...)" ..., or overlap, async,
-    # transfer(file=...), trace(file=...)
+    # keep, transfer(file=...), trace(file=...)
     extensions: tuple[str, ...] = ()
 
     device: str = "auto"  # `cpu`, `cuda`, `cuda:1`, ...; auto: CUDA where there is a GPU
@@ -2932,6 +2932,7 @@ ALIASES = {
     "controller": "notebooks.extensions.controller:NeuralController",
     "overlap": "notebooks.extensions.overlap:Overlap",
     "async": "notebooks.extensions.overlap:Async",
+    "keep": "notebooks.extensions.series:Keep",
     "trace": "notebooks.extensions.trace:Trace",
     "from_habitat": "notebooks.extensions.from_habitat:HabitatBaselines",
     "transfer": "notebooks.extensions.transfer:Transfer",

@@ -6,9 +6,11 @@ they answer in 36 steps.
 The recording is tests/habitat_baselines.json.gz: numbers and names.
 """
 
+import base64
 import gzip
 import json
 import math
+import tempfile
 import zlib
 from pathlib import Path
 from types import SimpleNamespace
@@ -111,7 +113,7 @@ def weights_of(shapes):
         rng = np.random.RandomState(zlib.crc32(key.encode()))
         drawn = rng.standard_normal(shape)
         if key.endswith("_var"):
-            drawn = 0.005 + 0.1 * rng.random_sample(shape)  # some below the lower bound
+            drawn = 0.002 + 0.02 * rng.random_sample(shape)  # some below the lower bound
         elif key.endswith("_count"):
             drawn = np.full(shape, 8192.0)
         elif key.endswith("_mean"):
@@ -196,22 +198,39 @@ def their_answers(case):
     return shapes, np.array(answers)
 
 
+def their_files(folder):
+    """Small checkpoints with a configuration, but without weights, by the real OmegaConf and yacs,
+    as text (base64)."""
+    from omegaconf import OmegaConf
+    from yacs.config import CfgNode
+
+    config = config_of("arm")
+    files = {}
+    for kind, node in (("omegaconf", OmegaConf.create(config)), ("yacs", CfgNode(config))):
+        path = Path(folder) / f"{kind}.pth"
+        torch.save({"state_dict": {}, "config": node}, path)
+        files[kind] = base64.b64encode(path.read_bytes()).decode()
+    return files
+
+
 def load():
-    """The recording: {case: (shapes, answers)}."""
+    """The recording: {case: (shapes, answers)}, and {kind: bytes of a file}."""
     found = json.loads(gzip.decompress(RECORDING.read_bytes()))
-    recording = {}
-    for case, (shapes, answers) in found.items():
-        recording[case] = {key: tuple(shape) for key, shape in shapes.items()}, np.array(answers)
-    return recording
+    cases = {}
+    for case, (shapes, answers) in found["cases"].items():
+        cases[case] = {key: tuple(shape) for key, shape in shapes.items()}, np.array(answers)
+    return cases, {kind: base64.b64decode(text) for kind, text in found["files"].items()}
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    recording = {}
+    cases = {}
     for case in CASES:
         shapes, answers = their_answers(case)
         print(case, answers.shape, np.abs(answers).mean(axis=(0, 1)).round(3))
-        recording[case] = shapes, np.round(answers.astype(float), 6).tolist()
-    text = json.dumps(recording, separators=(",", ":"))
+        cases[case] = shapes, np.round(answers.astype(float), 6).tolist()
+    with tempfile.TemporaryDirectory() as folder:
+        files = their_files(folder)
+    text = json.dumps({"cases": cases, "files": files}, separators=(",", ":"))
     RECORDING.write_bytes(gzip.compress(text.encode(), mtime=0))
     print(f"{RECORDING.name}: {RECORDING.stat().st_size:,} bytes")

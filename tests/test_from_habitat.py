@@ -3,11 +3,11 @@ recording everywhere, against habitat-baselines itself where it is installed."""
 
 import contextlib
 import json
-import math
 import pickle
+import re
 import sys
 from argparse import Namespace
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import gymnasium as gym
 import numpy as np
@@ -18,10 +18,10 @@ import ver_ppo
 from notebooks.environments import habitat
 from notebooks.extensions import from_habitat, networks
 from tests import habitat_baselines as theirs
-from tests.helpers import one_line, run_folders, saved
+from tests.helpers import ROOT, logged, one_line, run_folders, run_here, saved
 from ver_ppo import UserError
 
-RECORDED = theirs.load()
+RECORDED, FILES = theirs.load()
 
 
 def shown(case):
@@ -75,3 +75,298 @@ def test_it_answers_as_it_did(case):
     policy = converted(case, theirs.weights_of(shapes))
     found = answers_of(case, policy)
     np.testing.assert_allclose(found, answers, atol=3e-5)
+
+
+MUTANTS = {  # a fault, and a case that it changes
+    "images in another order": "rgb and depth",
+    "starts of episodes ignored": "depth",
+    "no tanh": "arm",
+    "values in units of the scale": "depth",
+    "the goal's sign": "depth",
+    "no lower bound of the variance": "rgb",
+    "groups in every block": "resneXt50",
+    "deviations without bounds": "arm, softplus",
+}
+
+
+@pytest.mark.parametrize("fault", MUTANTS)
+def test_faults_are_noticed(monkeypatch, fault):
+    """The comparison is not blind."""
+    case = MUTANTS[fault]
+    shapes, answers = RECORDED[case]
+    weights = theirs.weights_of(shapes)
+    if fault == "groups in every block":
+        make = networks.ResNet.__init__
+        no_groups = lambda *args, groups_first, **more: make(*args, **more)
+        monkeypatch.setattr(networks.ResNet, "__init__", no_groups)
+        with pytest.raises(UserError):
+            converted(case, weights)
+        return
+    if fault == "images in another order":
+        forward = lambda stack, obs: torch.cat([image(obs) for image in stack.images[::-1]], dim=1)
+        monkeypatch.setattr(networks.Stack, "forward", forward)
+    if fault == "the goal's sign":
+        monkeypatch.setattr(habitat, "polar_goal", lambda value: [value[0], *np.cos(value[1:]), 0])
+    if fault == "no lower bound of the variance":
+        monkeypatch.setattr(from_habitat, "LEAST_VARIANCE", 0.0)
+    if fault == "values in units of the scale":
+        monkeypatch.setattr(from_habitat, "Critic", ver_ppo.Critic)
+    policy = converted(case, weights)
+    if fault == "starts of episodes ignored":
+        step = policy.step
+        policy.step = lambda obs, action, first, state: step(obs, action, first & False, state)
+    if fault == "no tanh":
+        policy.tanh = False
+    if fault == "deviations without bounds":
+        policy.bounds = None, None
+    assert np.abs(answers_of(case, policy) - answers).max() > 1e-2
+
+
+@pytest.mark.parametrize("case", ["depth", "rgb", "blind", "arm, by state"])
+def test_learning_is_acting(case):
+    """The core over whole sequences comes to what it came to step by step."""
+    shapes, _ = RECORDED[case]
+    policy = converted(case, theirs.weights_of(shapes))
+    features = policy.features + ver_ppo.ACTION_FEATURES
+    x_MF = torch.randn(7, features)
+    state_Q = torch.randn(3, *policy.state_shape)
+    batch_sizes = torch.tensor([3, 2, 2])
+    stepped = []
+    state = state_Q
+    for x_BF in x_MF.split(batch_sizes.tolist()):
+        out_BH, state = policy.core.step(x_BF, state[: len(x_BF)])
+        stepped.append(out_BH)
+    found = policy.core.sequences(x_MF, state_Q, batch_sizes)
+    torch.testing.assert_close(found, torch.cat(stepped))
+
+
+# ---------------------------------------------------------------------------------------- the files
+
+
+@contextlib.contextmanager
+def module_with(name, *classes):
+    """A module of this name, for a while, in which these classes seem to be."""
+    module = ModuleType(name)
+    for each in classes:
+        each.__module__ = name
+        setattr(module, each.__name__, each)
+    with pytest.MonkeyPatch.context() as patch:
+        parts = name.split(".")
+        for count in range(1, len(parts)):
+            patch.setitem(sys.modules, ".".join(parts[:count]), ModuleType(parts[count - 1]))
+        patch.setitem(sys.modules, name, module)
+        yield
+
+
+class DictConfig:
+    """As OmegaConf's, in a file: a dictionary of nodes in `_content`."""
+
+    def __init__(self, content):
+        self._metadata = {"ref_type": dict}
+        self._content = content
+
+
+class AnyNode:
+    """As OmegaConf's: a value in `_val`."""
+
+    def __init__(self, value):
+        self._val = value
+
+
+class CfgNode(dict):
+    """As yacs': a dictionary with a state of its own."""
+
+
+def nodes(value, branch, leaf):
+    """A configuration made of nodes."""
+    if isinstance(value, dict):
+        return branch({key: nodes(each, branch, leaf) for key, each in value.items()})
+    return leaf(value)
+
+
+CONFIG = theirs.config_of("arm") | {"habitat": {"seed": 100, "task": {"type": "RearrangePick"}}}
+
+
+def saved_file(path, kind, weights):
+    """A checkpoint as some version of habitat-baselines wrote it."""
+    state = {"state_dict": weights}
+    omegaconf = nodes(CONFIG, DictConfig, AnyNode)
+    if kind == "actor_critic":
+        state["state_dict"] = {f"actor_critic.{key}": each for key, each in weights.items()}
+    if kind in ("omegaconf", "actor_critic", "legacy"):
+        state["config"] = omegaconf
+    if kind == "yacs":
+        state["config"] = nodes(CONFIG, CfgNode, lambda value: value)
+    if kind == "namespace":
+        state["config"] = Namespace(**CONFIG)
+    if kind == "resume":
+        state |= {"config": omegaconf, "optim_state": {}, "requeue_stats": {"count_checkpoints": 3}}
+    with (
+        module_with("omegaconf.dictconfig", DictConfig),
+        module_with("omegaconf.nodes", AnyNode),
+        module_with("yacs.config", CfgNode),
+    ):
+        torch.save(state, path, _use_new_zipfile_serialization=kind != "legacy")
+
+
+KINDS = "omegaconf", "actor_critic", "legacy", "yacs", "namespace", "resume", "no configuration"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_files(tmp_path, kind):
+    """Weights and configuration are found in every kind of file."""
+    weights = theirs.weights_of(RECORDED["arm"][0])
+    path = tmp_path / "ckpt.0.pth"
+    saved_file(path, kind, weights)
+    found, config = from_habitat.read(path)
+    assert found.keys() == weights.keys()
+    assert all(torch.equal(found[key], weights[key]) for key in weights)
+    assert config == ({} if kind == "no configuration" else CONFIG)
+    if config:
+        arguments, hidden, layers = from_habitat.arguments_of(found, config)
+        assert (hidden, layers, arguments["rnn"]) == (32, 2, "LSTM")
+        assert arguments["backbone"] == "resnet18"
+        assert (arguments["std"], arguments["low"], arguments["high"]) == ("log", -5.0, 2.0)
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_real_configurations(tmp_path, kind):
+    """Files that OmegaConf and yacs themselves have written."""
+    path = tmp_path / "ckpt.0.pth"
+    path.write_bytes(FILES[kind])
+    assert from_habitat.read(path) == ({}, theirs.config_of("arm"))
+
+
+class Hostile:
+    """Would write a file when it is loaded."""
+
+    def __init__(self, path, how):
+        self.path = path
+        self.how = how
+
+    def __reduce__(self):
+        if self.how == "open":
+            return open, (str(self.path), "w")
+        if self.how == "system":
+            import os
+
+            return os.system, (f"touch {self.path}",)
+        return exec, (f"open({str(self.path)!r}, 'w')",)
+
+
+@pytest.mark.parametrize("how", ["open", "system", "exec"])
+@pytest.mark.parametrize("zipped", [True, False])
+def test_hostile_files(tmp_path, capsys, how, zipped):
+    """Nothing in them is executed."""
+    hostile = Hostile(tmp_path / "executed", how)
+    content = {"state_dict": {"net.a": torch.zeros(1)}, "config": hostile}
+    path = tmp_path / "ckpt.0.pth"
+    torch.save(content, path, _use_new_zipfile_serialization=zipped)
+    one_line(capsys, [str(path)], "from_habitat.py: ", from_habitat.main)
+    path.write_bytes(pickle.dumps(hostile))
+    one_line(capsys, [str(path)], "is not a checkpoint of habitat-baselines", from_habitat.main)
+    assert not hostile.path.exists()
+
+
+# ---------------------------------------------------------------------------------------- as a run
+
+SMALL = "--env-id pointnav --env-kwargs simulator=builtin --num-workers 0 --num-envs 2"
+SMALL += " --num-steps 8 --num-minibatches 1 --device cpu --eval-episodes 2 --total-timesteps 32"
+
+
+def test_a_run(tmp_path, capsys):
+    """Its policy has the weights; it is evaluated and continued without the file."""
+    weights = theirs.weights_of(RECORDED["depth"][0])
+    path = tmp_path / "ckpt.7.pth"
+    saved_file(path, "no configuration", weights)
+    args = [*SMALL.split(), "--runs-dir", str(tmp_path / "runs")]
+    assert from_habitat.main([str(path), *args]) == 0
+    (folder,) = run_folders(tmp_path / "runs")
+    assert capsys.readouterr().out.splitlines()[-1] == str(folder)
+    path.unlink()
+    first = saved(folder)
+    assert first["step"] == 0
+    assert torch.equal(first["policy"]["critic.weight"], weights["critic.fc.weight"])
+    assert ver_ppo.main(["--checkpoint", str(folder)]) == 0
+    assert ver_ppo.main(["--resume", str(folder)]) == 0
+    last = saved(folder)
+    assert last["step"] == 32 and last["options"]["policy"].startswith("from_habitat(rnn=LSTM")
+    assert not torch.equal(last["policy"]["critic.weight"], weights["critic.fc.weight"])
+
+
+REFUSED = {
+    "another core": "it has no core `rnn`",
+    "another backbone": "its backbone resnet? is not one of",
+    "another task": "net.visual: the network here needs (32, 1, 7, 7), the file has (32, 4, 7, 7)",
+    "another size": "needs",
+    "something left": "has nothing for net.heading_embedding.bias",
+    "no deviation": "does not have `action_dist`",
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_refusals(tmp_path, capsys, reason):
+    """One line, and no folder."""
+    case = {"no deviation": "arm", "another task": "ObjectNav"}.get(reason, "depth")
+    weights = theirs.weights_of(RECORDED[case][0])
+    if reason == "another core":
+        weights = {key: each for key, each in weights.items() if ".rnn." not in key}
+    if reason == "another backbone":
+        third = "net.visual_encoder.backbone.layer3."
+        weights |= {f"{third}2.convs.0.weight": weights[f"{third}1.convs.0.weight"]}
+    if reason == "another size":
+        weights["critic.fc.weight"] = torch.zeros(1, 33)
+    if reason == "something left":
+        weights["net.heading_embedding.bias"] = torch.zeros(32)
+    path = tmp_path / "ckpt.0.pth"
+    saved_file(path, "no configuration", weights)
+    args = [str(path), *SMALL.split(), "--runs-dir", str(tmp_path / "runs")]
+    one_line(capsys, args, REFUSED[reason], from_habitat.main)
+    assert not list(tmp_path.glob("runs/*"))
+
+
+def test_task_and_options(tmp_path):
+    """Numbers that mean the same come over; the task is a file of its own, which another run does
+    not replace."""
+    ppo = {"num_steps": 64, "lr": 1e-4, "tau": 0.9, "use_normalized_advantage": False}
+    config = {
+        "habitat": {"seed": 7, "environment": {"max_episode_steps": 10}},
+        "habitat_baselines": {"num_environments": 6, "total_num_steps": 2e6, "rl": {"ppo": ppo}},
+    }
+    assert from_habitat.options_of(config) == {
+        "num_envs": 6,
+        "num_steps": 64,
+        "gae_lambda": 0.9,
+        "learning_rate": 1e-4,
+        "norm_adv": False,
+        "total_timesteps": 2_000_000,
+    }
+    config["habitat_baselines"]["total_num_steps"] = -1.0  # updates are counted instead
+    assert "total_timesteps" not in from_habitat.options_of(config)
+    path = from_habitat.task_file(config, "ckpt.3", tmp_path)
+    first, *rest = path.read_text().splitlines(keepends=True)
+    assert first == "# @package _global_\n"
+    assert json.loads("".join(rest)) == {"habitat": config["habitat"]}
+    config["habitat"]["seed"] = 8
+    assert from_habitat.task_file(config, "ckpt.3", tmp_path) != path
+
+
+def test_a_constant_learning_rate(tmp_path, monkeypatch):
+    """The page's extension, as printed there."""
+    page = (ROOT / "notebooks" / "FROM_HABITAT.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.S)
+    (tmp_path / "constant.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    line = "--env-id CartPole-v1 --num-workers 0 --total-timesteps 192 --learning-rate 0.01"
+    folder = run_here(tmp_path / "runs", line, "--extensions", "constant:Constant")
+    rates = logged(folder, "charts/learning_rate")
+    assert list(rates.values()) == pytest.approx([0.01] * 3)
+
+
+def test_live():
+    """The recording is what habitat-baselines answers."""
+    pytest.importorskip("habitat_baselines", reason="habitat-baselines is not installed")
+    for case, (shapes, answers) in RECORDED.items():
+        there, found = theirs.their_answers(case)
+        assert there == shapes
+        np.testing.assert_allclose(found, answers, atol=1e-5)

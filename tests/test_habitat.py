@@ -464,6 +464,33 @@ def test_data_are_missing(recorded, capsys):
         make()
 
 
+def test_a_configuration_of_habitat_baselines(recorded, tmp_path, monkeypatch):
+    """Loads without the parts for the trainer; files beside it can be its defaults."""
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        "# @package _global_\n\ndefaults:\n  - /benchmark/nav/pointnav: pointnav_habitat_test\n"
+        "  - /habitat_baselines: habitat_baselines_rl_config_base\n  - beside\n  - _self_\n\n"
+        "habitat_baselines:\n  rl:\n    ppo:\n      lr: 1.0\n\nhabitat:\n  seed: 3\n"
+    )
+    (tmp_path / "beside.yaml").write_text("a: b\n")
+    seen = []
+    get_config = sys.modules["habitat"].get_config
+
+    def noting_get_config(config, overrides):
+        text = Path(config).read_text()
+        beside = (Path(config).parent / "beside.yaml").read_text()
+        seen.append((text, beside))
+        return get_config(config, overrides)
+
+    monkeypatch.setattr(sys.modules["habitat"], "get_config", noting_get_config)
+    ver_ppo.make_env(ver_ppo.Options(env_id="habitat", env_kwargs=(f"config={path}",)), "val")
+    ((text, beside),) = set(seen)
+    assert text.splitlines()[0] == "# @package _global_" and beside == "a: b\n"
+    assert "habitat_baselines" not in text and "lr" not in text
+    assert "  - /benchmark/nav/pointnav: pointnav_habitat_test\n  - beside\n" in text
+    assert text.endswith("habitat:\n  seed: 3\n")
+
+
 def test_typo_in_braces(recorded):
     data_set("PointNav-v1", data_path="here/{splot}.json.gz")
     with pytest.raises(ValueError, match="configuration cannot be loaded .*splot"):

@@ -13,8 +13,11 @@ import functools
 import io
 import math
 import os
+import re
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
@@ -58,13 +61,41 @@ def override_lines(overrides):
     return lines
 
 
+def without_trainer(text):
+    """A configuration without the parts for habitat-baselines: its key `habitat_baselines`, and the
+    entries for it among the defaults. habitat-lab alone could not load them.
+
+    >>> lines = ["defaults:", " - /habitat_baselines: base", " - /task: nav"]
+    >>> lines += ["habitat_baselines:", " rl: 1", "habitat:", " seed: 2"]
+    >>> without_trainer("\\n".join(lines)).split("\\n")
+    ['defaults:', ' - /task: nav', 'habitat:', ' seed: 2']
+    """
+    kept = []
+    inside = False
+    for line in text.splitlines(keepends=True):
+        if line[0] not in " #-\n":  # a key at the top
+            inside = line.startswith("habitat_baselines:")
+        if not inside and not re.match(r"\s*-.*habitat_baselines", line):
+            kept.append(line)
+    return "".join(kept)
+
+
 def load_config(config, lines):
-    """habitat-lab's configuration with these overrides. Raises ImportError without habitat-lab, and
-    whatever its parser raises."""
+    """habitat-lab's configuration with these overrides. A file may be one of habitat-baselines.
+    Raises ImportError without habitat-lab, and whatever its parser raises."""
     import habitat
 
     habitat.logger.setLevel("WARNING")
-    return habitat.get_config(config, lines)
+    path = Path(config)
+    if not path.is_file() or "habitat_baselines" not in path.read_text():
+        return habitat.get_config(config, lines)
+    with tempfile.TemporaryDirectory() as folder:
+        for other in path.absolute().parent.iterdir():  # its defaults may be beside it
+            if other.name != path.name:
+                (Path(folder) / other.name).symlink_to(other)
+        own = Path(folder) / path.name
+        own.write_text(without_trainer(path.read_text()))
+        return habitat.get_config(str(own), lines)
 
 
 @functools.lru_cache

@@ -222,7 +222,7 @@ def foreign_names(path):
         with open(path, "rb") as file:
             opcodes = [each for _ in range(5) for each in pickletools.genops(file)]
         named = [value for code, value, _ in opcodes if code.name == "GLOBAL"]
-        names = {name.replace(" ", ".") for name in named}
+        names = {name.replace(" ", ".").replace("__builtin__", "builtins") for name in named}
         return names - torch._weights_only_unpickler._get_allowed_globals().keys()
 
 

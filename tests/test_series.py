@@ -1,0 +1,36 @@
+"""Checkpoints that are kept, and their evaluation as a series."""
+
+import csv
+
+from notebooks.extensions import series
+from tests.helpers import one_line, run_here, saved
+from ver_ppo import load_checkpoint
+
+LINE = "--env-id CartPole-v1 --num-workers 0 --total-timesteps 320 --checkpoint-interval 128"
+
+
+def test_series(tmp_path, capsys):
+    """Every checkpoint is kept, and evaluated in order; the best is named. A resumed run keeps
+    more of them."""
+    folder = run_here(tmp_path, LINE, "--extensions", "keep")
+    kept = sorted(int(path.stem) for path in (folder / "checkpoints").iterdir())
+    assert kept == [128, 256, 320]
+    assert [load_checkpoint(folder / f"checkpoints/{step}.pt")["step"] for step in kept] == kept
+    assert saved(folder)["step"] == 320
+    capsys.readouterr()
+    assert series.main([str(folder), "--eval-episodes", "4"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    rows = list(csv.DictReader((folder / "series.csv").read_text().splitlines()))
+    assert [int(row["step"]) for row in rows] == kept
+    assert list(rows[0]) == ["step", "return", "length"]
+    best = max(rows, key=lambda row: float(row["return"]))
+    assert said[-1].startswith(f"best by return: {folder}/checkpoints/{best['step']}.pt, ")
+    assert sum(line.startswith("step ") for line in said) == 3
+
+
+def test_refusals(tmp_path, capsys):
+    """A folder without a series, and a metric that is not there: one line."""
+    one_line(capsys, [str(tmp_path)], "train with --extensions keep", series.main)
+    folder = run_here(tmp_path, LINE, "--extensions", "keep")
+    args = [str(folder), "--eval-episodes", "2", "--metric", "spl"]
+    one_line(capsys, args, "--metric spl: must be one of return, length", series.main)
