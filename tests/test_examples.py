@@ -1,10 +1,12 @@
-"""The manual's seven examples: each file, as it stands there, does by the command below it what it
+"""The manual's eight examples: each file, as it stands there, does by the command below it what it
 claims."""
 
 import csv
 import importlib
+import os
 import re
 import shlex
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -27,7 +29,7 @@ from notebooks.extensions.virtual_clock import (
 from tests.helpers import ROOT
 
 PAGE = ROOT / "notebooks" / "DOORS.md"
-SECTION = re.search(r"^#### Seven examples\n(.*?)(?=^#{1,4} |\Z)", PAGE.read_text(), re.M | re.S)[1]
+SECTION = re.search(r"^#### Eight examples\n(.*?)(?=^#{1,4} |\Z)", PAGE.read_text(), re.M | re.S)[1]
 EXAMPLES = {}  # by file name without .py: code, arguments of its command
 for part in SECTION.split("\n##### ")[1:]:
     (name,) = re.findall(r"`(\w+)\.py`", part.splitlines()[0])
@@ -41,7 +43,7 @@ SMALL = [*SIZES.split(), "--device", "cpu", "--learner-threads", "1", "--debug"]
 
 @pytest.fixture(scope="module", autouse=True)
 def beside(tmp_path_factory):
-    """The seven files lie where Python finds them, here and in other processes."""
+    """The eight files lie where Python finds them, here and in other processes."""
     home = tmp_path_factory.mktemp("own")
     for name, (code, _) in EXAMPLES.items():
         (home / f"{name}.py").write_text(code)
@@ -101,9 +103,9 @@ def example_policy(name, policy_class, **arguments):
     return policy, rollout, minibatch, batch
 
 
-def test_there_are_seven():
+def test_there_are_eight():
     """Each is short, and its command names it."""
-    assert len(EXAMPLES) == 7
+    assert len(EXAMPLES) == 8
     for name, (code, args) in EXAMPLES.items():
         assert len(code.splitlines()) <= 34 and max(map(len, code.splitlines())) <= 100, name
         assert any(f"{name}:" in word for word in args), name
@@ -124,6 +126,23 @@ def test_logger(tmp_path):
     assert curves(folder) == found
     assert [step for step, _ in found["losses/policy_loss"]] == [64, 128, 192, 256, 320]
     assert [step for step, _ in found["eval/return"]] == [192, 320]
+
+
+def test_curves_elsewhere(tmp_path):
+    """A run without a network: what would be sent has every curve, and the options."""
+    pytest.importorskip("wandb", reason="wandb is not installed")
+    code, args = EXAMPLES["weights_biases"]
+    (tmp_path / "weights_biases.py").write_text(code)
+    offline = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_DIR": str(tmp_path)}
+    environment = {**os.environ, **offline, "PYTHONPATH": str(tmp_path)}
+    end = ["--total-timesteps", "192", "--runs-dir", str(tmp_path / "runs")]
+    command = [sys.executable, "ver_ppo.py", *args, *SMALL, *end]
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=120)
+    (folder,) = (tmp_path / "runs").iterdir()
+    (sent,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    content = sent.read_bytes()
+    assert [tag for tag in curves(folder) if tag.encode() not in content] == []
+    assert b"num_minibatches" in content
 
 
 def test_optimizer(tmp_path):

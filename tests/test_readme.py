@@ -21,8 +21,8 @@ OF_NOTEBOOKS = [f"notebooks/{name}.md" for name in NAMES]
 PAGES = {path: (ROOT / path).read_text() for path in ("README.md", *OF_NOTEBOOKS)}
 README = PAGES["README.md"]
 MANUAL = "\n".join(PAGES[path] for path in OF_NOTEBOOKS[:3])  # it has three pages
-# those of the seven examples are run in test_examples.py
-OTHERS = re.sub(r"\n#### Seven examples\n.*?(?=\n#{1,4} )", "", README + MANUAL, flags=re.S)
+# those of the eight examples are run in test_examples.py
+OTHERS = re.sub(r"\n#### Eight examples\n.*?(?=\n#{1,4} )", "", README + MANUAL, flags=re.S)
 COMMANDS = re.findall(r"^ {4}((?:pip|python|torchrun|tensorboard) .*)", OTHERS, re.M)
 ONLY_READ = "# not run by the tests|-m pytest|^pip install -r requirements.txt$"
 RUN = [command for command in COMMANDS if not re.search(ONLY_READ, command)]
