@@ -3,6 +3,7 @@ does something unusual."""
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import ver_multigpu
 import ver_ppo
 from notebooks.extensions import play
 from notebooks.extensions.virtual_clock import SPEC
-from tests.helpers import ROOT, one_line, run_folders, run_here, saved, small
+from tests.helpers import ROOT, one_line, run_folders, run_here, saved, small, wait_until
 
 FAULTY = "tests.faulty_envs:"
 CARTPOLE = "--env-id CartPole-v1 --num-workers 0 --total-timesteps"
@@ -279,6 +280,34 @@ def test_seconds_of_a_rank_that_gives_no_step():
     rollout["step_sec"][0] = 8.0
     found = ver_multigpu.step_seconds(rollout, 4, np.array([20.0, 0.1, 0.0]))
     assert found.tolist() == [20.0, 8.0, 3.0]
+
+
+def test_a_job_that_queues_itself_again(tmp_path):
+    """The manual's script, with a stand-in for scontrol: SLURM's warning stops the run, which is
+    saved, and the job is queued again; the second time it continues to its end."""
+    page = (ROOT / "notebooks" / "MANUAL.md").read_text()
+    (script,) = [code for code in re.findall(r"```bash\n(.*?)```", page, re.S) if "requeue" in code]
+    line = f"{CARTPOLE} 100000000"
+    args = " ".join(small(tmp_path, *line.split(), "--checkpoint-interval", "640"))
+    command = "python ver_ppo.py --env-id pointnav"
+    assert command in script
+    script = script.replace(command, f"{sys.executable} ver_ppo.py {args}")
+    (tmp_path / "scontrol").write_text(f"#!/bin/sh\necho $* >> {tmp_path / 'called'}\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "SCRATCH": str(tmp_path), "SLURM_JOB_ID": "7"}
+    folder = tmp_path / "runs" / "7"
+    job = subprocess.Popen(["bash", "-c", script], cwd=ROOT, env=environment)
+    wait_until((folder / "checkpoint.pt").exists)
+    job.send_signal(signal.SIGUSR1)
+    job.wait(60)
+    assert (tmp_path / "called").read_text() == "requeue 7\n"
+    step = saved(folder)["step"]
+    again = script.replace("100000000", str(step + 640))
+    done = subprocess.run(["bash", "-c", again], cwd=ROOT, env=environment, timeout=60)
+    assert done.returncode == 0
+    assert saved(folder)["step"] == step + 640
+    assert (tmp_path / "called").read_text() == "requeue 7\n", "and not once more"
 
 
 def test_a_slow_checkpoint_preempts_nobody(tmp_path):
