@@ -290,7 +290,8 @@ def fill_up(learned, rollout):
     preempted or not, so that there are S again (VER section 2.3).
 
     The older steps keep their advantages, returns and weights. All older steps of an environment
-    are one segment, since no step is missing between its rollouts.
+    are one segment, since no step is missing between its rollouts. Its new steps are another, so
+    that they begin with their own stored state.
     """
     stale = learned.capacity - rollout.rows
     learned.copy(np.arange(stale), learned, np.arange(rollout.rows, learned.capacity))
@@ -322,10 +323,10 @@ class RankRun(ver_ppo.Run):
         self.step_sec_N = np.zeros(options.num_envs)  # of this rank's environments, last known
         quarter = max(1, options.rollout_steps // 4)
         self.min_steps = quarter if options.preemption == "threshold" else 1
-        # of the first rollout nothing is known; the rollout before it is taken for half a second
+        # look at the counter of the first rollout as if it took half a second
         self.begin_rollout(limit=NO_LIMIT, predicted_sec=0.0, last_rollout_sec=0.5)
         try:
-            self.begin_together(options)
+            self.begin_together(options)  # calls Run.__init__
         except BaseException:
             self.close()
             raise
@@ -338,7 +339,7 @@ class RankRun(ver_ppo.Run):
         do. Raises UserError."""
         failure = None
         try:
-            check_gpus(self.ranks, options)
+            check_gpus(self.ranks, options)  # all ranks raise the same
             usual = type(self).rollouts is ver_ppo.Run.rollouts
             usual = usual and self.collector_class is Collector
             if options.preemption != "none" and not usual:
@@ -471,7 +472,8 @@ class RankRun(ver_ppo.Run):
         options = self.options
         if options.preemption == "threshold":
             return threshold_preemption(self.ranks.size, options.sync_frac), 0.0
-        # not by the first rollout, in which environments start (`Run.log` has not counted it yet)
+        # not by the first rollout, in which environments start (`Run.log` has not counted it yet):
+        # so the first two rollouts have no limit
         if options.preemption == "optimal" and self.step > self.first_step:
             variable = options.sampler == "ver"
             return optimal_preemption(step_sec_RN, options.num_steps, variable, learning_sec)
@@ -488,7 +490,8 @@ class RankRun(ver_ppo.Run):
         self.ranks.agree(failure)
         # a signal to one rank ends all of them
         signals = [number for number in self.ranks.gather(self.signal) if number]
-        self.signal = signals[0] if signals else None
+        if signals:
+            self.signal = signals[0]
 
     def evaluate(self):
         """The ranks part, and rank 0 evaluates."""

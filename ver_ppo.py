@@ -432,8 +432,9 @@ class EnvIO(Table):
     worker sends the number back. Otherwise it belongs to the process that collects. So no lock is
     needed: nobody reads a row while it is being written.
 
-    `unfinished` is set when an action is sent, and cleared once the whole answer is in the row. A
-    worker that starts and finds it set knows that the worker before it died in that step.
+    `unfinished` is set when an action is sent, and cleared once the outcome of the step is in the
+    row. (If the episode has ended, the reset follows.) A worker that starts and finds it set knows
+    that the worker before it died in that step.
     """
 
     def __init__(self, spec, num_envs, first_episode=0):
@@ -580,11 +581,13 @@ class Environment:
             finished the step, the episode goes on       lost, since the episode cannot continue
             finished the step, which ended the episode   kept; it crashed in the reset, say
 
-        (At the very first start no step is in flight, and nobody reads what `lose_step` writes.)
+        (At the very first start no step is in flight, and nobody reads what `lose_step` writes. An
+        environment that had no step in flight when its worker died starts when its next action
+        arrives: that step is lost.)
         """
         io = self.io
         e = self.number
-        ended = io["terminated"][e] or io["truncated"][e]
+        ended = io["terminated"][e] or io["truncated"][e]  # of the step before, if unfinished
         if io["unfinished"][e] or not ended:
             lose_step(io, e)
         self.env = make_env(self.options, self.split, self.number)
@@ -716,7 +719,11 @@ class Workers:
 
     def start(self, worker):
         """Start a worker's process, which has every W-th environment: `guarded_worker` runs
-        `env_worker`, reports errors, and closes the environments."""
+        `env_worker`, reports errors, and closes the environments.
+
+        The process gets copies of the Environments. Those here are never started, so a process that
+        is started again begins with environments that are not made yet.
+        """
         mine = {each.number: each for each in self.environments[worker :: self.num_workers]}
         arguments = self.inboxes[worker], self.outbox, mine
         process = self.context.Process(target=guarded_worker, args=arguments, daemon=True)
@@ -747,10 +754,10 @@ class Workers:
 
     def replace(self, worker, reason):
         """Start a worker's process again; its environments that owe an answer start in it. Returns
-        the environments whose answers the old process had sent before."""
+        the environments whose answers were in the common pipe."""
         end_process(self.processes[worker], 0)
         self.supervisor.note_restart(worker, reason)
-        answered = self.read(0)
+        answered = self.read(0)  # before `owed`: answers that the old process had sent count
         inbox = self.inboxes[worker]
         while inbox.poll():  # commands that the old process had not read yet
             read_numbers(inbox)
@@ -961,7 +968,7 @@ def rollouts_in_turn(run):
     options = run.options
     device = next(policy.parameters()).device
     # An episode's number seeds it. An environment has ended at most run.step episodes, because each
-    # took a step or more. A resumed run starts its numbers at run.step, so no episode is repeated
+    # took a step or more. A resumed run starts its numbers there, so no ended episode is repeated
     io = EnvIO(run.spec, options.num_envs, first_episode=run.step)
     capacity = options.rollout_steps
     rollout = Rollout(run.spec, capacity, options.num_envs, policy.state_shape, device)
@@ -1227,7 +1234,8 @@ def ppo_update(policy, optimizer, rollout, options, average=lambda tensors: None
     (`mean_logs`, which raises FloatingPointError if no mini-batch has a finite gradient).
     """
     update_value_scale(policy.critic, rollout, average)
-    scale = max(policy.critic.scale.item(), 1e-8)  # before the first reward, any unit will do
+    # before the first reward, all returns and values are 0, and any unit will do
+    scale = max(policy.critic.scale.item(), 1e-8)
     normalize_advantages(rollout, scale, options, average)
     steps = rollout.complete
     sequences = find_sequences(steps["segment"], steps["first"])
@@ -1760,7 +1768,7 @@ def time_steps(trial):
             steps += 1
     ended = np.array([time.perf_counter(), time.process_time(), run_delay_sec()])
     step_sec, cpu_sec, delay_sec = (ended - began) / max(1, steps)
-    # the CPU time at least, in case other threads were delayed; but they may have more of it
+    # the CPU time at least; but that is of all threads, and may be more than the time that passed
     undisturbed_sec = max(step_sec - delay_sec, min(cpu_sec, step_sec))
     return float(undisturbed_sec), float(cpu_sec)
 
@@ -2110,7 +2118,9 @@ def lose_step(io, e):
     io["lost"][e] = True
     io["began_at"][e] = time.perf_counter()
     io["step_sec"][e] = 0.0
-    io["unfinished"][e] = False  # a second crash, before it is sent, does not lose it again
+    # the step counts as finished: if this environment crashes, too, before the answer is sent,
+    # `start` keeps it as it is
+    io["unfinished"][e] = False
 
 
 def check_reward(reward):
@@ -2182,12 +2192,13 @@ class TorchState:
     def __init__(self, options, episode):
         seed = derive_seed(SEED_OF_INLINE, options.seed, episode)
         generator = torch.Generator().manual_seed(seed)
+        # random state, default type, whether gradients are kept
         self.state = generator.get_state(), torch.get_default_dtype(), True
 
     @contextlib.contextmanager
     def in_place(self):
         """While this lasts, it takes the place of the trainer's state."""
-        with torch.inference_mode(False):
+        with torch.inference_mode(False):  # in which `collect` calls environments
             own = self.exchange(self.state)
             try:
                 yield
@@ -2308,8 +2319,8 @@ class Supervisor:
         if passed_sec < self.LOOK_SEC:
             return []
         self.looked_at += passed_sec
-        # a long time without a look, in which this process was stopped, or has learned, counts a
-        # tenth of the limit at most
+        # the time since the last look counts, but at most a tenth of the limit: this process may
+        # have been stopped meanwhile, or have learned
         self.silent_sec_W += min(passed_sec, self.timeout_sec / 10)
         failed = []
         for worker, process in enumerate(workers.processes):
@@ -3157,7 +3168,7 @@ def check_foreign(text, name):
 
 
 def unchecked(kind):
-    """The same options, without a check of their values: they are completed by those of a file."""
+    """The same options, without a check of their values, which a file may still complete."""
     own = {"__post_init__": lambda self: None, "__doc__": kind.__doc__}
     return dataclass(frozen=True)(type(kind.__name__, (kind,), own))
 
@@ -3165,7 +3176,8 @@ def unchecked(kind):
 def parse_options(argv, kind=Options):
     """Options from the command line; with --resume or --checkpoint (a run folder or its checkpoint
     file), those of that run where none is given here. Raises UserError."""
-    given = tyro.cli(unchecked(kind), args=argv)  # with the program's defaults
+    # what the command line means without a file; with one, it is only compared with
+    given = tyro.cli(unchecked(kind), args=argv)
     if not (given.checkpoint or given.resume):
         return kind(**asdict(given))
     if given.checkpoint and given.resume:
@@ -3196,7 +3208,7 @@ def parse_options(argv, kind=Options):
     named = [text for texts in doors.values() for text in texts]
     print(f"{path} names code that is imported: {ascii(named)[1:-1]}")
     for name, texts in doors.items():
-        if getattr(options, name) == getattr(given, name):  # the same without the file
+        if getattr(options, name) == getattr(given, name):  # the file has no say: it is trusted
             continue
         for text in texts:
             check_foreign(text, name)

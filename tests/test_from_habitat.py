@@ -300,6 +300,8 @@ REFUSED = {
     "another task": "net.visual: the network here needs (32, 1, 7, 7), the file has (32, 4, 7, 7)",
     "another size": "needs",
     "something left": "has nothing for net.heading_embedding.bias",
+    "CLIP": "it may be of CLIP",
+    "no task": "has no task that habitat-lab 0.3 knows: give --env-id habitat",
     "no deviation": "does not have `action_dist`",
 }
 
@@ -318,9 +320,15 @@ def test_refusals(tmp_path, capsys, reason):
         weights["critic.fc.weight"] = torch.zeros(1, 33)
     if reason == "something left":
         weights["net.heading_embedding.bias"] = torch.zeros(32)
+    if reason == "CLIP":
+        third = "net.visual_encoder.backbone.layer3.0"
+        weights = {key: each for key, each in weights.items() if "backbone" not in key}
+        weights[f"{third}.conv1.weight"] = torch.zeros(1)
     path = tmp_path / "ckpt.0.pth"
     saved_file(path, "no configuration", weights)
     args = [str(path), *SMALL.split(), "--runs-dir", str(tmp_path / "runs")]
+    if reason == "no task":
+        args = [args[0], *args[5:]]  # without --env-id
     one_line(capsys, args, REFUSED[reason], from_habitat.main)
     assert not list(tmp_path.glob("runs/*"))
 
@@ -341,6 +349,8 @@ def test_task_and_options(tmp_path):
         "norm_adv": False,
         "total_timesteps": 2_000_000,
     }
+    old = {"NUM_ENVIRONMENTS": 6, "TOTAL_NUM_STEPS": 2e6, "RL": {"PPO": ppo}, "TASK_CONFIG": {}}
+    assert from_habitat.options_of(old) == from_habitat.options_of(config)
     config["habitat_baselines"]["total_num_steps"] = -1.0  # updates are counted instead
     assert "total_timesteps" not in from_habitat.options_of(config)
     path = from_habitat.task_file(config, "ckpt.3", tmp_path)

@@ -1,4 +1,5 @@
-"""Continue with a checkpoint of habitat-baselines: its network as a policy, its file as a run.
+"""Continue with a checkpoint of habitat-baselines: this turns the file into a run folder, whose
+policy is the same network.
 
     ln -s .../habitat-lab/data data
     python -m notebooks.extensions.from_habitat ckpt.99.pth [options]
@@ -9,9 +10,9 @@ reads the weights and the configuration from the file, makes a run folder at ste
     python ver_ppo.py --resume FOLDER                                         continues training
 
 The policy acts as it did there: equal logits, means, deviations and values for equal observations.
-Sizes follow from the shapes of the weights. The task and PPO's options follow from the
+Sizes follow from the shapes of the weights. The task and the options in `TAKEN` follow from the
 configuration in the file; options on the command line replace them. Nothing in the file is
-executed, and the run does not need it again.
+executed, and the run does not need it again. *There*, below, is habitat-baselines.
 """
 
 import contextlib
@@ -44,7 +45,8 @@ BACKBONES = {  # by the names that they have there
     "se_resneXt50": {"blocks": (3, 4, 6, 3), "groups": 16, "squeeze": True},
     "se_resneXt101": {"blocks": (3, 4, 23, 3), "groups": 16, "squeeze": True},
 }
-# observations with one linear layer, and the layer's name there; in the order of the core's inputs
+# Observations with one linear layer: their names here (`environments/habitat.py` calls a polar goal
+# `goal`), and the layers' names there. Their order is that of the core's inputs
 LINEAR = {
     "goal": "tgt_embeding",
     "proximity": "proximity_embedding",
@@ -53,7 +55,7 @@ LINEAR = {
     "gps": "gps_embedding",
 }
 IMAGE_GOALS = "imagegoal", "instance_imagegoal"
-LEAST_VARIANCE = 1e-2  # of an image, where it is normalized
+LEAST_VARIANCE = 1e-2  # of normalized images that are loaded
 
 
 class Plain(ver_ppo.Vector):
@@ -66,8 +68,8 @@ class Plain(ver_ppo.Vector):
 
 
 class Critic(ver_ppo.Critic):
-    """Values in the environment's units. The scale is only the unit of the loss, so values that
-    were loaded stay what they are when it moves."""
+    """Values in the environment's units. The scale is only the unit of the loss: when it moves, the
+    values of loaded weights stay the same."""
 
     def forward(self, core_BH):
         return nn.Linear.forward(self, core_BH).squeeze(-1)
@@ -97,10 +99,12 @@ DEVIATIONS = {"log": torch.exp, "softplus": nn.functional.softplus, "plain": tor
 class HabitatBaselines(networks.ResNetPolicy):
     """PointNavResNetPolicy of habitat-baselines.
 
-    `backbone`: a name in BACKBONES, or None, which sees no images. `normalize`: images, by running
-    statistics. `rnn`: LSTM or GRU. The rest is for continuous actions: `std` says what is learned
-    (log: its logarithm; softplus; plain), within `low` and `high` if they are given; `by_state`: it
-    depends on the observation; `tanh`: is applied to the mean.
+    `backbone`: a name in BACKBONES, or None, which sees no images. `normalize`: normalize images by
+    running statistics. `rnn`: LSTM or GRU. `cpc`: add the auxiliary loss CPC|A.
+
+    For continuous actions: the deviation is a function of a learned number, `std` (log: exp of it;
+    softplus of it; plain: itself), and this number stays within `low` and `high` if they are given.
+    `by_state`: the number depends on the observation. `tanh` is applied to the mean.
     """
 
     log_std_range = -math.inf, math.inf  # `heads` has the bounds
@@ -183,7 +187,7 @@ class HabitatBaselines(networks.ResNetPolicy):
 
 
 class Inert:
-    """In place of any class or function that the file names: keeps the state that it is given."""
+    """In place of a class or function that the file names: keeps the state that it is given."""
 
     def __init__(self, *args, **kwargs):
         pass
@@ -218,7 +222,7 @@ def foreign_names(path):
     """The classes and functions that a file names, beyond those that torch allows."""
     try:
         return set(torch.serialization.get_unsafe_globals_in_checkpoint(path))
-    except ValueError:  # a file of torch < 1.6: five pickles, one after the other
+    except ValueError:  # a file of torch < 1.6, which has five pickles, one after the other
         with open(path, "rb") as file:
             opcodes = [each for _ in range(5) for each in pickletools.genops(file)]
         named = [value for code, value, _ in opcodes if code.name == "GLOBAL"]
@@ -241,7 +245,7 @@ def read(path):
         prefix = "actor_critic."  # before version 0.3
         weights = {key.removeprefix(prefix): weight for key, weight in found.items()}
         return {key: weight for key, weight in weights.items() if torch.is_tensor(weight)}, config
-    except Exception as error:  # whatever a damaged or hostile file makes of the loader
+    except Exception as error:  # damaged and hostile files raise many kinds
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
         raise UserError(f"{path} is not a checkpoint of habitat-baselines ({reason})") from None
 
@@ -290,7 +294,9 @@ def backbone_of(weights):
         return None
     stem = found[0][0] + stage
     blocks = {rest.split(".")[0] for _, _, rest in found}
-    middle = weights[f"{stem}0.convs.3.weight"]
+    middle = weights.get(f"{stem}0.convs.3.weight")
+    if middle is None:
+        raise UserError(f"its backbone is not one of {', '.join(BACKBONES)}: it may be of CLIP")
     squeeze = "se_" if f"{stem}0.se.excite.0.weight" in weights else ""
     kind = "resneXt" if middle.shape[0] > middle.shape[1] else "resnet"
     depth = {2: "18", 6: "50", 23: "101"}.get(len(blocks), "?")
@@ -302,11 +308,13 @@ def backbone_of(weights):
 
 def deviation_of(weights, config):
     """The arguments for continuous actions."""
-    try:  # since version 0.2.4
-        agents = config["habitat_baselines"]["rl"]["policy"]
-        given = next(iter(agents.values()))["action_dist"]
+    try:
+        policy = config["habitat_baselines"]["rl"]["policy"]
+        if "action_dist" not in policy:  # since version 0.3, of each agent
+            policy = next(iter(policy.values()))
+        given = policy["action_dist"]
     except (KeyError, TypeError, AttributeError, StopIteration):
-        raise UserError("its configuration does not have `action_dist`, of version 0.2.4") from None
+        raise UserError("its configuration does not have `action_dist`") from None
     std = "log" if given["use_log_std"] else "softplus" if given["use_softplus"] else "plain"
     name = "log_std" if std == "log" else "std"
     found = {"std": std, "tanh": given["action_activation"] == "tanh"}
@@ -321,7 +329,8 @@ def deviation_of(weights, config):
 
 @torch.no_grad()
 def take(policy, weights):
-    """Put these weights into a policy. Raises UserError unless both have the same."""
+    """Put these weights into a policy. Raises UserError unless their names and sizes are those of
+    the policy."""
     left = {key: each for key, each in weights.items() if not key.startswith("aux_loss_modules.")}
 
     def pop(*prefixes):
@@ -362,7 +371,8 @@ def take_images(encoder, pop):
     for image, mean_C, variance_C in parts:
         image.normalize.mean_C.copy_(mean_C)
         image.normalize.variance_C.copy_(variance_C.clamp(min=LEAST_VARIANCE))
-        image.normalize.rollouts.fill_(count.item() / 4096)  # there, images are counted
+        # there, images are counted; a rollout here has 4,096, by default
+        image.normalize.rollouts.fill_(count.item() / 4096)
 
 
 def put(module, theirs, name):
@@ -379,7 +389,7 @@ def put(module, theirs, name):
 
 # --------------------------------------------------------------------------------- Task and options
 
-SAME = {  # our options, and the keys of `habitat_baselines` that mean the same
+TAKEN = {  # our options, and the keys of `habitat_baselines` whose numbers they take
     "num_envs": "num_environments",
     "num_steps": "rl.ppo.num_steps",
     "gamma": "rl.ppo.gamma",
@@ -397,11 +407,18 @@ SAME = {  # our options, and the keys of `habitat_baselines` that mean the same
 HEADER = "# @package _global_\n"  # for Hydra: the keys below begin at the root
 
 
+def lower(node):
+    """The same dictionary with keys in lower case, as they are since version 0.2.2."""
+    if not isinstance(node, dict):
+        return node
+    return {str(key).lower(): lower(value) for key, value in node.items()}
+
+
 def options_of(config):
     """Our options, by their configuration."""
     found = {}
-    for ours, theirs in SAME.items():
-        value = config.get("habitat_baselines", {})
+    for ours, theirs in TAKEN.items():
+        value = config.get("habitat_baselines") or lower(config)
         for key in theirs.split("."):
             value = value.get(key, {}) if isinstance(value, dict) else {}
         if value not in ({}, None, -1):
@@ -420,7 +437,8 @@ def task_file(config, stem, folder):
 
 
 class Converted(ver_ppo.Run):
-    """A run that begins with `weights`. It refuses them before it has a folder."""
+    """A run that begins with `weights`. Weights of another network are refused before a folder is
+    made."""
 
     weights = None
 
@@ -437,7 +455,10 @@ def convert(path, argv):
     theirs["policy"] = f"from_habitat({words})"
     default = ver_ppo.Options(**theirs)
     options = tyro.cli(ver_ppo.Options, args=argv, default=default)
-    if "habitat" in config and not any(word.startswith(("--env-id", "--env_id")) for word in argv):
+    if not any(word.startswith(("--env-id", "--env_id")) for word in argv):
+        if "habitat" not in config:
+            advice = "give --env-id habitat --env-kwargs config=FILE"
+            raise UserError(f"{path} has no task that habitat-lab 0.3 knows: {advice}")
         task = task_file(config, Path(path).stem, options.runs_dir)
         kwargs = (f"config={task}", *options.env_kwargs)
         options = ver_ppo.replace(options, env_id="habitat", env_kwargs=kwargs)

@@ -46,7 +46,8 @@ class Options:
     run: tyro.conf.Positional[str]  # run folder
     eval_episodes: int = 200  # of each checkpoint
     greedy: bool = False  # with the most probable actions instead of sampled ones
-    metric: str | None = None  # by which the best is chosen; default: spl, success, or the return
+    # by which the best is chosen; default: the first of spl, success and return that there is
+    metric: str | None = None
 
 
 def evaluate_series(options):
@@ -67,25 +68,30 @@ def evaluate_series(options):
         ver_ppo.load_policy(policy, path)
         print(f"step {int(path.stem):,}: ", end="")
         means = ver_ppo.report_evaluation(policy, spec, run_options)
+        if not means:  # no episode has ended
+            continue
         rows.append({"step": int(path.stem)} | {tag.partition("/")[2]: means[tag] for tag in means})
+    if not rows:
+        raise ver_ppo.UserError("no episode of any checkpoint has ended")
     with open(Path(options.run) / "series.csv", "w", newline="") as file:
         table = csv.DictWriter(file, rows[0])
         table.writeheader()
         table.writerows(rows)
     best = max(rows, key=lambda row: row[metric])
-    path = kept[rows.index(best)]
+    path = Path(options.run) / "checkpoints" / f"{best['step']}.pt"
     print(f"best by {metric}: {path}, {best[metric]:.3f}")
     return path
 
 
 def main(argv=None):
-    """Run the command line. Returns the exit status: 0, or 2 with one line that says why."""
+    """Run the command line. Returns the exit status: 0, or 1 if an environment failed, 2 if
+    something was refused."""
     options = tyro.cli(Options, args=argv)
     try:
         evaluate_series(options)
-    except ver_ppo.UserError as error:
+    except (ver_ppo.UserError, ver_ppo.EnvironmentFailure) as error:
         print(f"series.py: {error}", file=sys.stderr)
-        return 2
+        return 2 if isinstance(error, ver_ppo.UserError) else 1
     return 0
 
 
