@@ -57,7 +57,7 @@ def test_first_commands():
 def test_links(page):
     """Every link to a file or heading leads there."""
     links = re.findall(r"\]\(((?!http)[^)]+)\)", PAGES[page])
-    assert len(links) >= 10
+    assert links
     for link in links:
         file, _, heading = link.partition("#")
         path = (ROOT / page).parent / file if file else ROOT / page
