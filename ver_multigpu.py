@@ -279,9 +279,14 @@ def step_seconds(rollout, quota, known_N):
     np.maximum.at(last_N, steps["env"], steps["began_at"] + steps["step_sec"])
     spent_N = np.where(given_N >= quota, last_N, rollout.ended_at) - rollout.started_at
     simulated_N = np.bincount(steps["env"], steps["step_sec"], minlength=rollout.num_envs)
-    step_sec_N = np.maximum(spent_N, simulated_N) / np.maximum(given_N, 1)  # bound 1
-    gave_none_N = given_N == 0
-    step_sec_N[gave_none_N] = np.maximum(known_N, spent_N)[gave_none_N]  # bound 2
+    return mean_seconds(np.maximum(spent_N, simulated_N), given_N, known_N)
+
+
+def mean_seconds(spent_N, given_N, known_N):
+    """Seconds per step of environments that gave this many steps in this time; bound 2 of
+    `step_seconds` for those that gave none. Never 0, since rates are computed from it."""
+    mean_N = spent_N / np.maximum(given_N, 1)
+    step_sec_N = np.where(given_N > 0, mean_N, np.maximum(known_N, spent_N))
     return np.maximum(step_sec_N, 1e-9)
 
 

@@ -3173,6 +3173,11 @@ def unchecked(kind):
     return dataclass(frozen=True)(type(kind.__name__, (kind,), own))
 
 
+def names_environment(argv):
+    """Whether a command line has --env-id."""
+    return any(re.match("--env[-_]id\\b", word) for word in argv)
+
+
 def parse_options(argv, kind=Options):
     """Options from the command line; with --resume or --checkpoint (a run folder or its checkpoint
     file), those of that run where none is given here. Raises UserError."""
@@ -3189,12 +3194,13 @@ def parse_options(argv, kind=Options):
         raise UserError(f"--resume {given.resume}: give a run folder")
     if given.resume and not path.exists():
         # a misspelled folder is not a new run, and commands that continue one rarely have --env-id
-        if not any(re.match("--env[-_]id\\b", word) for word in argv):
+        if not names_environment(argv):
             advice = "give --env-id, too, to begin a run there"
             raise UserError(f"there is no checkpoint {path}: {advice}")
         return kind(**asdict(given))
-    home = path.absolute()  # an environment in this process may change the current folder
-    place = {"checkpoint": str(home)} if given.checkpoint else {"resume": str(home.parent)}
+    # absolute, as `launch` makes folders: an environment in this process may change the current one
+    checkpoint = {"checkpoint": str(path.absolute())}
+    place = checkpoint if given.checkpoint else {"resume": str(path.parent)}
     names = {field.name for field in fields(kind)} - {"device", "resume", "checkpoint"}
     try:
         saved = load_checkpoint(path)["options"]

@@ -87,14 +87,15 @@ def load_config(config, lines):
 
     habitat.logger.setLevel("WARNING")
     path = Path(config)
-    if not path.is_file() or "habitat_baselines" not in path.read_text():
+    text = path.read_text() if path.is_file() else ""
+    if "habitat_baselines" not in text:
         return habitat.get_config(config, lines)
     with tempfile.TemporaryDirectory() as folder:
         for other in path.absolute().parent.iterdir():  # its defaults may be beside it
             if other.name != path.name:
                 (Path(folder) / other.name).symlink_to(other)
         own = Path(folder) / path.name
-        own.write_text(without_trainer(path.read_text()))
+        own.write_text(without_trainer(text))
         return habitat.get_config(str(own), lines)
 
 

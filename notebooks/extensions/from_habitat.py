@@ -246,7 +246,7 @@ def read(path):
         weights = {key.removeprefix(prefix): weight for key, weight in found.items()}
         return {key: weight for key, weight in weights.items() if torch.is_tensor(weight)}, config
     except Exception as error:  # damaged and hostile files raise many kinds
-        reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        reason = ver_ppo.first_line(error)[:200]
         raise UserError(f"{path} is not a checkpoint of habitat-baselines ({reason})") from None
 
 
@@ -417,8 +417,9 @@ def lower(node):
 def options_of(config):
     """Our options, by their configuration."""
     found = {}
+    baselines = config.get("habitat_baselines") or lower(config)
     for ours, theirs in TAKEN.items():
-        value = config.get("habitat_baselines") or lower(config)
+        value = baselines
         for key in theirs.split("."):
             value = value.get(key, {}) if isinstance(value, dict) else {}
         if value not in ({}, None, -1):
@@ -455,7 +456,7 @@ def convert(path, argv):
     theirs["policy"] = f"from_habitat({words})"
     default = ver_ppo.Options(**theirs)
     options = tyro.cli(ver_ppo.Options, args=argv, default=default)
-    if not any(word.startswith(("--env-id", "--env_id")) for word in argv):
+    if not ver_ppo.names_environment(argv):
         if "habitat" not in config:
             advice = "give --env-id habitat --env-kwargs config=FILE"
             raise UserError(f"{path} has no task that habitat-lab 0.3 knows: {advice}")

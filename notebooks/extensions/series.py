@@ -6,7 +6,6 @@ checkpoint that is best in validation.)
 """
 
 import csv
-import shutil
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,9 +30,8 @@ class Keep(ver_ppo.Run):
                 return
             kept = folder.path / "checkpoints" / f"{content['step']}.pt"
             kept.parent.mkdir(exist_ok=True)
-            temporary = kept.with_suffix(".tmp")
-            shutil.copyfile(folder.path / "checkpoint.pt", temporary)
-            temporary.replace(kept)
+            written = (folder.path / "checkpoint.pt").read_bytes()
+            ver_ppo.write_file(kept, lambda file: file.write(written))
 
         folder.write_checkpoint = write_and_keep
         return folder

@@ -101,7 +101,4 @@ def step_seconds(arrival_S, env_S, there_S, end_sec, known_N, most_of_one):
     last_N = np.zeros(len(known_N))
     np.maximum.at(last_N, env_S[there_S], arrival_S[there_S])
     spent_N = np.where(steps_N >= most_of_one, last_N, end_sec)
-    step_sec_N = spent_N / np.maximum(steps_N, 1)
-    gave_none_N = steps_N == 0
-    step_sec_N[gave_none_N] = np.maximum(known_N, spent_N)[gave_none_N]
-    return np.maximum(step_sec_N, 1e-9)
+    return ver_multigpu.mean_seconds(spent_N, steps_N, known_N)
