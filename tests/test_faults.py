@@ -940,11 +940,20 @@ def full_disk(*args, **more):
 
 
 def test_closed_output(tmp_path):
-    """`python ver_ppo.py ... 2>&1 | head -c 100`: what was learned until then is saved."""
-    line = f"ver_ppo.py {CARTPOLE} 1000000 --num-steps 2 --eval-episodes 0 --runs-dir {tmp_path}"
-    command = f"{sys.executable} {line} 2>&1 | head -c 100"
-    subprocess.run(command, shell=True, cwd=ROOT, timeout=60, capture_output=True)
-    wait_until(lambda: list(tmp_path.glob("*/checkpoint.pt")))
+    """`python ver_ppo.py ... 2>&1 | head`: when nobody reads the output any more, what was learned
+    until then is saved."""
+    line = f"{CARTPOLE} 1000000 --num-steps 2 --eval-episodes 0 --runs-dir {tmp_path}"
+    # as in a terminal, the progress bar writes ten times a second
+    program = "import sys, ver_ppo; sys.stderr.isatty = lambda: True; sys.exit(ver_ppo.main())"
+    both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    run = subprocess.Popen([sys.executable, "-c", program, *line.split()], cwd=ROOT, **both)
+    text = b""
+    while b"return=" not in text:  # the bar shows it after the first update
+        part = os.read(run.stdout.fileno(), 100)
+        assert part, text
+        text += part
+    run.stdout.close()
+    assert run.wait(60) != 0
     (folder,) = run_folders(tmp_path)
     assert 0 < saved(folder)["step"] < 1_000_000
 
