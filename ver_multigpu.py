@@ -217,7 +217,7 @@ def agree_on_start(store, rank, size, timeout_sec):
             store.set(f"answer to {caller}", own)
         return own
     while not store.check([f"answer to {own}"]) and time.monotonic() < until:
-        store.set(f"rank {rank}", own)
+        store.set(f"rank {rank}", own)  # rank 0 waits in `get` until it is there again
         time.sleep(0.05 + size / 1000)  # all together, some thousand times a second at most
     return store.get(f"answer to {own}").decode()
 
@@ -270,8 +270,8 @@ def step_seconds(rollout, quota, known_N):
     With `ver`, hardly any environment reaches its quota. A step that was carried in counts as one,
     although it began earlier, and a step in flight at the end counts as none, although it took
     time. That evens out over many steps. For few steps, there are two lower bounds: (1) a step
-    takes at least as long as its simulator did; (2) if an environment gave no step, its steps take
-    at least as long as before (`known_N`), and as long as the rollout.
+    takes at least as long as its simulator did; (2, in `mean_seconds`) if an environment gave no
+    step, its steps take at least as long as before (`known_N`), and as long as the rollout.
     """
     steps = rollout.complete
     given_N = np.bincount(steps["env"], minlength=rollout.num_envs)
@@ -296,7 +296,8 @@ def fill_up(learned, rollout):
 
     The older steps keep their advantages, returns and weights. All older steps of an environment
     are one segment, since no step is missing between its rollouts. Its new steps are another, so
-    that they begin with their own stored state.
+    that they begin with their own stored state. Here segments only tell sequences apart: no
+    bootstrap value is read any more.
     """
     stale = learned.capacity - rollout.rows
     learned.copy(np.arange(stale), learned, np.arange(rollout.rows, learned.capacity))
@@ -327,6 +328,7 @@ class RankRun(ver_ppo.Run):
         self.learned = None  # with preemption: the S steps that were learned from last, in order
         self.step_sec_N = np.zeros(options.num_envs)  # of this rank's environments, last known
         quarter = max(1, options.rollout_steps // 4)
+        # of a preempted rollout; from none, no means can be computed
         self.min_steps = quarter if options.preemption == "threshold" else 1
         # look at the counter of the first rollout as if it took half a second
         self.begin_rollout(limit=NO_LIMIT, predicted_sec=0.0, last_rollout_sec=0.5)
@@ -335,7 +337,9 @@ class RankRun(ver_ppo.Run):
         except BaseException:
             self.close()
             raise
-        if self.ranks.rank:  # ranks begin with equal weights, but differ in all that is random
+        # Ranks have equal weights now, but differ in all that is random. `train` comes later: its
+        # environments and its actions are seeded by this
+        if self.ranks.rank:
             seed = ver_ppo.derive_seed(SEED_OF_RANK, options.seed, self.ranks.rank)
             self.options = replace(self.options, seed=seed)
 
@@ -344,7 +348,7 @@ class RankRun(ver_ppo.Run):
         do. Raises UserError."""
         failure = None
         try:
-            check_gpus(self.ranks, options)  # all ranks raise the same
+            check_gpus(self.ranks, options)  # the ranks agree in there: all raise the same
             usual = type(self).rollouts is ver_ppo.Run.rollouts
             usual = usual and self.collector_class is Collector
             if options.preemption != "none" and not usual:
@@ -374,7 +378,7 @@ class RankRun(ver_ppo.Run):
         the last one, so it notices the end a hundredth late."""
         self.limit = limit
         self.predicted_sec = predicted_sec
-        self.latest = math.inf
+        self.latest = math.inf  # when the rollout ends at the latest (time.monotonic)
         self.preempted = False
         self.other_stopped = False
         self.counted = 0
@@ -405,8 +409,8 @@ class RankRun(ver_ppo.Run):
 
     def count(self, rows, done=False):
         """Add to the counter of all ranks: with `optimal` preemption the steps since the last time,
-        otherwise 1 when this rank is done. With `none` there is no limit, and the counter only says
-        that a rank has stopped."""
+        otherwise 1 when this rank is done, and before that 0, which only reads it. With `none`
+        there is no limit, and the counter only says that a rank has stopped."""
         if self.options.preemption == "optimal":
             news = rows - self.counted
             self.counted = rows
@@ -440,7 +444,7 @@ class RankRun(ver_ppo.Run):
         super().advantages(rollout)
         if self.options.preemption == "none":
             return rollout
-        if self.learned is None:  # the first rollout is never preempted
+        if self.learned is None:  # the first rollout has S steps: it has no limit
             size = rollout.capacity, rollout.num_envs, self.policy.state_shape, rollout.device
             self.learned = ver_ppo.Rollout(self.spec, *size)
             self.learned.rows = rollout.capacity
@@ -477,8 +481,9 @@ class RankRun(ver_ppo.Run):
         options = self.options
         if options.preemption == "threshold":
             return threshold_preemption(self.ranks.size, options.sync_frac), 0.0
-        # not by the first rollout, in which environments start (`Run.log` has not counted it yet):
-        # so the first two rollouts have no limit
+        # The first rollout has no limit. Its times include the start of the environments, so they
+        # predict nothing, and the second has none either. (After the first, `step` is still
+        # `first_step`: `Run.log` counts after `combine`.)
         if options.preemption == "optimal" and self.step > self.first_step:
             variable = options.sampler == "ver"
             return optimal_preemption(step_sec_RN, options.num_steps, variable, learning_sec)

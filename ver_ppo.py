@@ -114,7 +114,8 @@ class Options:
     num_envs: int = 32  # N, environments that run in parallel
     num_steps: int = 128  # T: a rollout is T x N steps, T from each environment on average
     # processes that share the environments; 0: all are in the main process (for debuggers, and for
-    # exact repetition); auto: as many as keep the CPU cores busy, judged by timing some steps
+    # exact repetition); auto: as many as keep the CPU cores busy, judged by timing some steps, and
+    # 0 if a step is cheaper than a message to another process
     num_workers: int | Literal["auto"] = "auto"
     # which steps make a rollout. ver: whichever come first; nover: T of each environment (VER
     # without variable rollouts); sync: T of each, in lock-step (DD-PPO)
@@ -195,7 +196,7 @@ def train(run):
             with run.learning() as logs:
                 to_learn = run.advantages(rollout)  # add_advantages; returns the rollout itself
                 logs.update(run.update(to_learn))  # ppo_update
-            run.log(rollout, logs)
+            run.log(rollout, logs)  # also counts run.step and run.version
     run.evaluate()
 
 
@@ -489,7 +490,7 @@ class Steps(Table):
             ("began_at", float),  # when the simulator started on the step ...
             ("step_sec", float),  # ... and how long it took
             # for learning
-            ("segment", int),  # here `env`; ver_multigpu.py adds segments of older steps
+            ("segment", int),  # here `env`; `fill_up` of ver_multigpu.py adds others
             ("advantage", np.float32),
             ("norm_advantage", np.float32),  # the same, normalized
             ("returns", np.float32),  # targets of the value
@@ -517,7 +518,7 @@ class Rollout(Steps):
         self.capacity = capacity
         self.num_envs = num_envs
         self.rows = 0
-        # of each segment: the value of what follows its last step
+        # of each environment: the value of what follows its last step
         self.bootstrap = np.zeros(num_envs, np.float32)
         self.started_at = 0.0  # when collecting started (time.perf_counter) ...
         self.ended_at = 0.0  # ... and ended,
@@ -525,7 +526,7 @@ class Rollout(Steps):
 
     @property
     def complete(self):
-        """The records of the complete steps."""
+        """The records of the complete steps: a view, so writing to it fills the rollout."""
         return self.records[: self.rows]
 
 
@@ -581,13 +582,14 @@ class Environment:
             finished the step, the episode goes on       lost, since the episode cannot continue
             finished the step, which ended the episode   kept; it crashed in the reset, say
 
-        (At the very first start no step is in flight, and nobody reads what `lose_step` writes. An
+        A lost step truncates its episode at the observation seen last, with reward 0. (At the very
+        first start no step is in flight, and nobody reads what `lose_step` writes. An
         environment that had no step in flight when its worker died starts when its next action
         arrives: that step is lost.)
         """
         io = self.io
         e = self.number
-        ended = io["terminated"][e] or io["truncated"][e]  # of the step before, if unfinished
+        ended = io["terminated"][e] or io["truncated"][e]  # if unfinished: the step before did
         if io["unfinished"][e] or not ended:
             lose_step(io, e)
         self.env = make_env(self.options, self.split, self.number)
@@ -676,7 +678,7 @@ def env_worker(inbox, outbox, environments):
                     send_numbers(outbox, answered)
                     answered = []
                     since = time.perf_counter()
-        finally:  # if an environment raises, the ones before it have answered
+        finally:  # the rest; if an environment raises, those before it have answered
             if answered:
                 send_numbers(outbox, answered)
 
@@ -686,9 +688,9 @@ def is_due(num_answered, num_environments, sec):
     answer.
 
     `num_answered` counts the answers since it last sent some, and `num_environments` all of its
-    environments. After 2 ms it sends them if they are half. Inference then computes their next
-    actions while the worker steps the other half: double-buffered sampling (Sample Factory, section
-    3.2). After a second it sends whatever it has; otherwise it would seem to hang.
+    environments. After 2 ms it sends them if they are half of these. Inference then computes
+    their next actions while the worker steps the other half: double-buffered sampling (Sample
+    Factory, section 3.2). After a second it sends whatever it has; otherwise it would seem to hang.
     """
     return sec > 1.0 or (sec > 0.002 and 2 * num_answered >= num_environments)
 
@@ -828,7 +830,7 @@ class Collector:
         rollout.rows = 0
         self.given_N[:] = 0
         self.waited_sec = 0.0
-        self.act(self.idle)
+        self.act(self.idle)  # before the first rollout all are starting, and none is idle
         self.idle = np.zeros(0, int)
         full = self.is_full(rollout)
         while not full:
@@ -967,12 +969,12 @@ def rollouts_in_turn(run):
     policy = run.policy
     options = run.options
     device = next(policy.parameters()).device
-    # An episode's number seeds it. An environment has ended at most run.step episodes, because each
-    # took a step or more. A resumed run starts its numbers there, so no ended episode is repeated
+    # An episode's number seeds it. A resumed run must not repeat an episode, so its numbers start
+    # at run.step: in that many steps, no environment can have ended more episodes
     io = EnvIO(run.spec, options.num_envs, first_episode=run.step)
     capacity = options.rollout_steps
     rollout = Rollout(run.spec, capacity, options.num_envs, policy.state_shape, device)
-    # `Workers`, or with --num-workers 0 `InlineWorkers`
+    # `Workers`; `InlineWorkers` if --num-workers is 0, or if `auto` chose 0
     with contextlib.closing(make_workers(options, "train", run.spec, io)) as workers:
         collector = run.collector_class(policy, workers, io, run.spec, options, run.enough)
         while True:
@@ -1098,7 +1100,7 @@ def pack(sequences):
     ('a e g b f c d', [3, 2, 1, 1])
     """
     tensors = [torch.from_numpy(sequence) for sequence in sequences]
-    packed = pack_sequence(tensors, enforce_sorted=False)
+    packed = pack_sequence(tensors, enforce_sorted=False)  # it sorts; `make_batch` gathers so
     return packed.data, packed.batch_sizes
 
 
@@ -1327,7 +1329,7 @@ class Run:
                 yield source  # here the body of the `with` in `train` runs
                 self.save()
                 if self.signal:  # it came in the last update
-                    raise Interrupted(self.signal)  # caught below, where nothing is left to save
+                    raise Interrupted(self.signal)  # so there is no evaluation
             except self.exceptions_that_save:
                 self.save()
                 if self.step:
@@ -1338,13 +1340,14 @@ class Run:
                 self.folder.say(self.stopwatch.advice(self.options))
 
     def note_signal(self, number, _frame):
-        """Record the first signal, so that training stops after the update that is being made. A
-        second Ctrl-C or SIGTERM kills the process. (A terminal that closes may send two SIGHUP.)"""
+        """Record the first signal. It ends training: after the update that is being made, or at
+        once while collecting (that rollout is dropped). A second Ctrl-C or SIGTERM kills the
+        process. (A terminal that closes may send two SIGHUP.)"""
         if self.signal:
             return
         self.signal = number
         with contextlib.suppress(OSError):  # nobody reads it
-            os.write(2, b"\nstopping after this update; once more ends at once\n")
+            os.write(2, b"\nstopping; once more ends at once\n")
         for each in (signal.SIGINT, signal.SIGTERM):
             signal.signal(each, signal.SIG_DFL)
 
@@ -1395,7 +1398,7 @@ class Run:
         decay = self.decay()
         for group, rate in zip(self.optimizer.param_groups, self.learning_rates):
             group["lr"] = rate * decay
-        self.policy.train()
+        self.policy.train()  # in the other mode, statistics stay as they are
         logs = ppo_update(self.policy, self.optimizer, rollout, self.options, self.average)
         update_statistics(self.policy, rollout, decay, self.average)
         self.policy.eval()
@@ -1768,7 +1771,8 @@ def time_steps(trial):
             steps += 1
     ended = np.array([time.perf_counter(), time.process_time(), run_delay_sec()])
     step_sec, cpu_sec, delay_sec = (ended - began) / max(1, steps)
-    # the CPU time at least; but that is of all threads, and may be more than the time that passed
+    # Without the delay, but never less than the CPU time. That counts all threads, so it is used
+    # only up to the time that passed
     undisturbed_sec = max(step_sec - delay_sec, min(cpu_sec, step_sec))
     return float(undisturbed_sec), float(cpu_sec)
 
@@ -2198,7 +2202,7 @@ class TorchState:
     @contextlib.contextmanager
     def in_place(self):
         """While this lasts, it takes the place of the trainer's state."""
-        with torch.inference_mode(False):  # in which `collect` calls environments
+        with torch.inference_mode(False):  # `collect` calls environments in this mode: leave it
             own = self.exchange(self.state)
             try:
                 yield
@@ -2235,7 +2239,7 @@ class InlineWorkers:
                 self.answer(e)
 
     def answer(self, e):
-        """Let an environment answer; if it raises, again."""
+        """Let an environment answer; if it raises, again, until it has answered."""
         while e not in self.answered:
             try:
                 self.environments[e].answer()
@@ -2776,6 +2780,7 @@ class RunFolder:
         if silent:
             return
         text = json.dumps(asdict(options), indent=2) + "\n"
+        # until the folder exists, the errors below name this
         self.path = Path(options.resume or options.runs_dir)
         from torch.utils.tensorboard import SummaryWriter  # takes a second to import
 
@@ -3160,7 +3165,7 @@ def check_foreign(text, name):
     parts = module.split(".")
     if parts[0] not in {*sys.stdlib_module_names, "test"} and "__main__" not in parts:
         found, _ = find(text, option)
-    known = isinstance(found, gym.envs.registration.EnvSpec)
+    known = isinstance(found, gym.envs.registration.EnvSpec)  # Gymnasium's: a registered name
     if not known and not (inspect.isclass(found) and issubclass(found, DOORS[name])):
         kind = DOORS[name].__name__
         advice = f"if you trust it, give {option} on the command line"
@@ -3214,7 +3219,8 @@ def parse_options(argv, kind=Options):
     named = [text for texts in doors.values() for text in texts]
     print(f"{path} names code that is imported: {ascii(named)[1:-1]}")
     for name, texts in doors.items():
-        if getattr(options, name) == getattr(given, name):  # the file has no say: it is trusted
+        # what the command line or the default says is trusted, also if the file says it, too
+        if getattr(options, name) == getattr(given, name):
             continue
         for text in texts:
             check_foreign(text, name)
@@ -3253,6 +3259,7 @@ def main(argv=None, kind=Options, launch=launch):
 
 
 if __name__ == "__main__":
-    from ver_ppo import main  # as a module: other processes and files know its classes by it
+    # as a module: in __main__, all classes would exist twice, and other processes look in `ver_ppo`
+    from ver_ppo import main
 
     sys.exit(main())
