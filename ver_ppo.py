@@ -2556,12 +2556,12 @@ def headline(options, spec, policy):
 @torch.inference_mode()
 def play_episodes(policy, spec, options):
     """Play --eval-episodes validation episodes. Returns their numbers, E x (return, length,
-    metrics).
+    metrics), with NaN for an episode that does not end; its environment plays no more.
 
-    Each environment plays its share, so that short episodes do not count more than long ones; for
-    the same --num-envs and --eval-episodes they are the same for every policy. (An episode in which
-    the environment dies is replaced by a later one: if long ones die more often, those that count
-    are shorter than usual.) An environment in which an episode does not end plays no more of them.
+    Each environment plays its share, so that short episodes do not count more than long ones. The
+    episodes of environment e are the rows e, e + N, e + 2 N ... For the same --num-envs and
+    --eval-episodes they are the same for every policy. (An episode in which the environment dies is
+    replaced by a later one: if long ones die more often, those that count are shorter than usual.)
     """
     num_envs = min(options.num_envs, options.eval_episodes)
     num_workers = min(count_workers(options, spec)[0], num_envs)
@@ -2570,9 +2570,10 @@ def play_episodes(policy, spec, options):
     device = next(policy.parameters()).device
     options = replace(options, **sizes, device=str(device), seed=0, sampler="ver")
     share, rest = divmod(options.eval_episodes, num_envs)
-    left_N = share + (np.arange(num_envs) < rest)
+    share_N = share + (np.arange(num_envs) < rest)
+    played_N = np.zeros(num_envs, int)
+    found = np.full((options.eval_episodes, len(spec.episode_columns)), np.nan)
     io = EnvIO(spec, num_envs)
-    found = []
     own_random_state = torch.random.fork_rng([device] if device.type == "cuda" else [])
     workers = make_workers(options, "val", spec, io)
     bar = tqdm(total=options.eval_episodes, unit=" episodes", delay=20, leave=False)
@@ -2584,32 +2585,36 @@ def play_episodes(policy, spec, options):
         collector = Collector(policy, workers, io, spec, options)
         collector.greedy = options.greedy
         # no step is kept: `in_flight_N` only tells an environment's start from its later answers
-        while left_N.any():
+        while (played_N < share_N).any():
             env_B = collector.await_answers(room=num_envs)
             ended_B = collector.in_flight_N[env_B] & io["first"][env_B] & ~io["lost"][env_B]
             steps_N[env_B] += 1
             for e in env_B[ended_B]:
-                found.append(io["episode_stats"][e].tolist())
-                left_N[e] -= 1
+                found[e + num_envs * played_N[e]] = io["episode_stats"][e]
+                played_N[e] += 1
                 bar.update()
             steps_N[env_B[io["first"][env_B]]] = 0
-            left_N[steps_N >= MOST_EPISODE_STEPS] = 0
+            share_N[steps_N >= MOST_EPISODE_STEPS] = 0
             if ended_B.any():
                 ended_at = time.monotonic()
             if time.monotonic() > ended_at + 60:
                 ended_at = time.monotonic()
                 tell(f"no episode has ended for a minute; the longest has {steps_N.max():,} steps")
                 tell(TIME_LIMIT_ADVICE)
-            collector.act(env_B[left_N[env_B] > 0])
-    return np.array(found)
+            collector.act(env_B[played_N[env_B] < share_N[env_B]])
+    return found
 
 
-def report_evaluation(policy, spec, options):
+def report_evaluation(policy, spec, options, path=None):
     """Evaluate, print mean +- standard error of every number. Returns the means to log, if any
-    episode has ended."""
+    episode has ended. `path`: a CSV file for the numbers of each episode."""
+    names = spec.episode_columns
     began_at = time.perf_counter()
     found = play_episodes(policy, spec, options)
     sec = time.perf_counter() - began_at
+    if path:
+        np.savetxt(path, found, fmt="%.6g", delimiter=",", header=",".join(names), comments="")
+    found = found[~np.isnan(found[:, 0])]
     missing = options.eval_episodes - len(found)
     if missing:
         tell(f"{missing} episodes did not end within {MOST_EPISODE_STEPS:,} steps and do not count")
@@ -2618,7 +2623,6 @@ def report_evaluation(policy, spec, options):
         return {}
     means = found.mean(axis=0)
     errors = found.std(axis=0, ddof=1 if len(found) > 1 else 0) / math.sqrt(len(found))
-    names = spec.episode_columns
     parts = [f"{n} {mean:.3f} ± {error:.3f}" for n, mean, error in zip(names, means, errors)]
     how = "greedy" if options.greedy else "sampled"
     print(f"evaluation, {len(found)} {how} episodes in {sec:.0f} s: {', '.join(parts)}")

@@ -569,7 +569,7 @@ def test_real_habitat(tmp_path, capfd):
     said = capfd.readouterr().out
     assert "evaluation, 4 sampled episodes" in said and "spl" in said and "distance_to_goal" in said
     (folder,) = run_folders(tmp_path)
-    command = ["-m", "notebooks.extensions.play", str(folder), "--gif", str(tmp_path / "film.gif")]
+    command = ["-m", "notebooks.extensions.play", str(folder), "--film", str(tmp_path / "film.gif")]
     subprocess.run([sys.executable, *command], cwd=ROOT, check=True)
     assert (tmp_path / "film.gif").exists()
     assert ver_ppo.main(["--resume", str(folder), "--total-timesteps", "1024"]) == 0

@@ -313,13 +313,36 @@ def test_film(tmp_path, monkeypatch, camera):
     folder = run_here(tmp_path, f"--num-workers 0 --total-timesteps 128 --env-kwargs {words}")
     monkeypatch.setattr(play, "MOST_FRAMES", 4)
     path = tmp_path / "film.gif"
-    assert play.main([str(folder), "--gif", str(path)]) == 0
-    torch.manual_seed(0)
-    taken = list(play.frames(folder))
+    assert play.main([str(folder), "--film", str(path)]) == 0
     film = Image.open(path)
     assert 3 <= film.n_frames <= 12
     assert (film.size, film.info["loop"], film.info["duration"]) == ((16, 16), 0, 100)
-    assert np.abs(np.asarray(film.convert("RGB")).astype(int) - taken[0]).mean() < 8
+    policy, options = play.load_policy(folder)
+    options = replace(options, env_kwargs=(*options.env_kwargs, "render_mode=rgb_array"))
+    env = ver_ppo.make_env(options, "val")
+    env.reset(seed=0)
+    assert np.abs(np.asarray(film.convert("RGB")).astype(int) - env.render()).mean() < 8
+
+
+@pytest.mark.parametrize("kind", ["gif", "mp4"])
+def test_films_of_each_episode(tmp_path, capsys, kind):
+    """Are named with what was measured in them."""
+    if kind == "mp4":
+        imageio = pytest.importorskip("imageio.v2")
+        pytest.importorskip("imageio_ffmpeg")
+    words = "image_size=16 simulator=builtin"
+    folder = run_here(tmp_path, f"--num-workers 0 --total-timesteps 128 --env-kwargs {words}")
+    args = [str(folder), "--film", str(tmp_path / f"film.{kind}"), "--episodes", "2", "--each"]
+    capsys.readouterr()
+    assert play.main(args) == 0
+    said = capsys.readouterr().out.splitlines()
+    paths = sorted(tmp_path.glob("film*"))
+    assert [f"film: {path}" for path in paths] == said
+    pattern = rf"film_\d_success=[01]\.00_spl=\d\.\d\d_distance_to_goal=\d+\.\d\d\.{kind}"
+    assert len(paths) == 2 and all(re.fullmatch(pattern, path.name) for path in paths)
+    if kind == "mp4":
+        assert imageio.get_reader(paths[0]).get_data(0).shape[2] == 3
+    one_line(capsys, [str(folder), "--film", "film.avi"], "must end in .gif or .mp4", play.main)
 
 
 def test_nothing_to_film(tmp_path, capsys):

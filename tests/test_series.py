@@ -20,17 +20,40 @@ def test_series(tmp_path, capsys):
     capsys.readouterr()
     assert series.main([str(folder), "--eval-episodes", "4"]) == 0
     said = capsys.readouterr().out.splitlines()
-    rows = list(csv.DictReader((folder / "series.csv").read_text().splitlines()))
+    rows = read_table(folder / "evaluation/series.csv")
     assert [int(row["step"]) for row in rows] == kept
     assert list(rows[0]) == ["step", "return", "length"]
     best = max(rows, key=lambda row: float(row["return"]))
     assert said[-1].startswith(f"best by return: {folder}/checkpoints/{best['step']}.pt, ")
     assert sum(line.startswith("step ") for line in said) == 3
+    for row in rows:  # the mean of its episodes
+        episodes = read_table(folder / f"evaluation/{row['step']}.csv")
+        returns = [float(episode["return"]) for episode in episodes]
+        assert len(returns) == 4 and sum(returns) / 4 == float(row["return"])
+
+
+def read_table(path):
+    """The rows of a CSV file."""
+    return list(csv.DictReader(path.read_text().splitlines()))
+
+
+def test_every_episode_once(tmp_path, capsys):
+    """`--eval-episodes all` asks the environment how many there are, and plays each once. A run
+    without kept checkpoints has its last."""
+    line = "--env-id tests.envs:Listed-v0 --num-workers 0 --total-timesteps 64 --num-envs 4"
+    folder = run_here(tmp_path, line)
+    assert series.main([str(folder), "--eval-episodes", "all"]) == 0
+    rows = read_table(folder / "evaluation/64.csv")
+    assert [float(row["index"]) for row in rows] == list(range(10))
+    said = capsys.readouterr().out.splitlines()
+    assert said[-1].startswith(f"best by return: {folder}/checkpoint.pt, ")
 
 
 def test_refusals(tmp_path, capsys):
     """A folder without a series, and a metric that is not there: one line."""
-    one_line(capsys, [str(tmp_path)], "train with --extensions keep", series.main)
+    one_line(capsys, [str(tmp_path)], "there is no checkpoint", series.main)
     folder = run_here(tmp_path, LINE, "--extensions", "keep")
     args = [str(folder), "--eval-episodes", "2", "--metric", "spl"]
     one_line(capsys, args, "--metric spl: must be one of return, length", series.main)
+    args = [str(folder), "--eval-episodes", "all"]
+    one_line(capsys, args, "CartPole-v1 does not say how many", series.main)

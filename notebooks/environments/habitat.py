@@ -285,9 +285,9 @@ class HabitatEnv(gym.Env):
             lines.append(scenes_line(scenes_of, options, number))
         task = load_config(config, lines).habitat
         dataset = habitat.make_dataset(task.dataset.type, config=task.dataset)
+        self.num_episodes = len(dataset.episodes)
         if split == "val":  # environments share the episodes out
-            count = len(dataset.episodes)
-            share = slice(number % count, None, options.num_envs if options else 1)
+            share = slice(number % self.num_episodes, None, options.num_envs if options else 1)
             dataset.episodes = dataset.episodes[share]
         self.gym_env = make_gym_from_config(task, dataset)
         self.habitat_env = self.gym_env.unwrapped.habitat_env

@@ -1,8 +1,10 @@
 """Load what was trained, and let it act: one robot, one episode, no trainer. Or film it:
 
-    python -m notebooks.extensions.play runs/pointnav__ver__1__1700000000 --gif film.gif
+    python -m notebooks.extensions.play runs/pointnav__ver__1__1700000000 --film film.gif
 """
 
+import contextlib
+import itertools
 import sys
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -14,6 +16,7 @@ import tyro
 import ver_ppo
 
 MOST_FRAMES = 1000  # of an episode that is filmed
+FRAMES_SEC = 10
 
 
 def load_policy(folder, trust=False):
@@ -93,37 +96,67 @@ def play(policy, env, seed):
         yield env
 
 
-def frames(folder, episodes=3, trust=False):
-    """Play validation episodes of a run, at most MOST_FRAMES steps of each: yields the pictures
-    that the environment renders. Raises UserError."""
-    policy, options = load_policy(folder, trust)
-    options = replace(options, env_kwargs=(*options.env_kwargs, "render_mode=rgb_array"))
-    agent_spec = ver_ppo.describe_env(options)
-    env = ver_ppo.make_env(options, "val")
-    agent = Agent(policy, agent_spec)
-    for seed in range(episodes):
-        agent.reset()
-        observation, _ = env.reset(seed=seed)
-        for _ in range(MOST_FRAMES):
-            picture = env.render()
-            if np.ndim(picture) != 3:
-                raise ver_ppo.UserError(f"{options.env_id} renders no pictures")
-            yield picture
-            observation, _, terminated, truncated, _ = env.step(agent.act(observation))
-            if terminated or truncated:
-                break
-    env.close()
+def frames(env, agent, seed, metrics):
+    """Play an episode, at most MOST_FRAMES steps: yields the pictures that the environment renders.
+    At the end, what the environment measures is in the dictionary `metrics`. Raises UserError."""
+    agent.reset()
+    observation, _ = env.reset(seed=seed)
+    for _ in range(MOST_FRAMES):
+        picture = env.render()
+        if np.ndim(picture) != 3:
+            raise ver_ppo.UserError("this environment renders no pictures")
+        yield picture
+        observation, _, terminated, truncated, info = env.step(agent.act(observation))
+        if terminated or truncated:
+            metrics.update(zip(agent.spec.metrics, ver_ppo.read_metrics(info, agent.spec)))
+            return
 
 
-def film(folder, path, episodes=3, trust=False):
-    """Write a gif of some validation episodes of a run. Raises UserError."""
+def write_film(path, pictures):
+    """Write pictures (H x W x 3, bytes) as GIF or MP4, by the path's ending. Raises UserError."""
+    if path.suffix == ".mp4":
+        try:
+            import imageio.v2
+            import imageio_ffmpeg  # noqa: F401
+        except ImportError:
+            raise ver_ppo.UserError("an MP4 needs: pip install imageio[ffmpeg]") from None
+        with imageio.v2.get_writer(path, fps=FRAMES_SEC) as writer:
+            for picture in pictures:
+                writer.append_data(picture)
+        return
     from PIL import Image
 
-    if episodes < 1:
-        raise ver_ppo.UserError(f"--episodes {episodes}: must be 1 or more")
-    pictures = (Image.fromarray(frame).quantize() for frame in frames(folder, episodes, trust))
-    first = next(pictures)
-    first.save(path, save_all=True, append_images=pictures, duration=100, loop=0)
+    images = (Image.fromarray(picture).quantize() for picture in pictures)
+    first = next(images)
+    first.save(path, save_all=True, append_images=images, duration=1000 // FRAMES_SEC, loop=0)
+
+
+def film(options):
+    """Write films as the options say. Returns their paths. Raises UserError."""
+    if options.episodes < 1:
+        raise ver_ppo.UserError(f"--episodes {options.episodes}: must be 1 or more")
+    if options.film.suffix not in (".gif", ".mp4"):
+        raise ver_ppo.UserError(f"--film {options.film}: must end in .gif or .mp4")
+    policy, run_options = load_policy(options.run, options.trust)
+    env_kwargs = (*run_options.env_kwargs, "render_mode=rgb_array", *options.env_kwargs)
+    run_options = replace(run_options, env_kwargs=env_kwargs)
+    agent = Agent(policy, ver_ppo.describe_env(run_options), options.greedy)
+    env = ver_ppo.make_env(run_options, "val")
+    torch.manual_seed(0)
+    measured = [{} for _ in range(options.episodes)]
+    films = [frames(env, agent, seed, measured[seed]) for seed in range(options.episodes)]
+    with contextlib.closing(env):
+        if not options.each:
+            write_film(options.film, itertools.chain.from_iterable(films))
+            return [options.film]
+        paths = []
+        for number, pictures in enumerate(films):
+            path = options.film.with_stem(f"{options.film.stem}_{number}")
+            write_film(path, pictures)
+            numbers = [f"_{name}={value:.2f}" for name, value in measured[number].items()]
+            named = "".join([path.stem, *numbers]).replace("/", "-")
+            paths.append(path.rename(path.with_stem(named)))
+        return paths
 
 
 @dataclass(frozen=True)
@@ -131,8 +164,12 @@ class Options:
     """Film what a run has learned."""
 
     run: tyro.conf.Positional[Path]  # its folder
-    gif: Path = Path("film.gif")  # where to write the film
+    film: Path = Path("film.gif")  # where to write the film: .gif or .mp4
     episodes: int = 3  # of the validation split
+    each: bool = False  # a film of each episode, with what was measured in its name
+    greedy: bool = False  # with the most probable actions instead of sampled ones
+    # further arguments of the environment, KEY=VALUE (a map in Habitat's pictures, say)
+    env_kwargs: tuple[str, ...] = ()
     trust: bool = False  # load whatever code the run names: it is your own
 
 
@@ -140,11 +177,12 @@ def main(argv=None):
     """Command line. Exit status 0, or 2 with one line that says why."""
     options = tyro.cli(Options, args=argv)
     try:
-        film(options.run, options.gif, options.episodes, options.trust)
+        paths = film(options)
     except ver_ppo.UserError as error:
         print(f"play.py: {error}", file=sys.stderr)
         return 2
-    print(f"film: {options.gif}")
+    for path in paths:
+        print(f"film: {path}")
     return 0
 
 

@@ -3,12 +3,19 @@ checkpoint that is best in validation.)
 
     python ver_ppo.py --env-id pointnav --extensions keep --checkpoint-interval 200000
     python -m notebooks.extensions.series RUN_FOLDER --eval-episodes 100
+    python -m notebooks.extensions.series RUN_FOLDER --eval-episodes all
+
+The folder RUN_FOLDER/evaluation then has series.csv, the means of each checkpoint, and a file
+STEP.csv for each, with the numbers of every episode. `all` plays each episode of a validation split
+once, if the environment has a limited number of them and says how many (`num_episodes`), as Habitat
+does: line i of STEP.csv is then its i-th episode. A run without kept checkpoints has one, its last.
 """
 
 import csv
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import tyro
 
@@ -39,46 +46,65 @@ class Keep(ver_ppo.Run):
 
 @dataclass(frozen=True)
 class Options:
-    """Evaluate the checkpoints that `--extensions keep` has kept; name the best."""
+    """Evaluate the checkpoints that `--extensions keep` has kept, or else the last; name the best.
+    """
 
     run: tyro.conf.Positional[str]  # run folder
-    eval_episodes: int = 200  # of each checkpoint
+    # of each checkpoint; all: each of the validation split once, if it has a limited number
+    eval_episodes: int | Literal["all"] = 200
     greedy: bool = False  # with the most probable actions instead of sampled ones
     # by which the best is chosen; default: the first of spl, success and return that there is
     metric: str | None = None
 
 
 def evaluate_series(options):
-    """Evaluate a folder's checkpoints, in order of their steps, and write series.csv. Returns the
+    """Evaluate a folder's checkpoints, in order of their steps, and write the results. Returns the
     path of the best. Raises UserError."""
-    kept = sorted(Path(options.run).glob("checkpoints/*.pt"), key=lambda path: int(path.stem))
-    if not kept:
-        raise ver_ppo.UserError(f"{options.run} has no checkpoints: train with --extensions keep")
-    words = ["--checkpoint", str(kept[0]), "--eval-episodes", str(options.eval_episodes)]
-    run_options = replace(ver_ppo.parse_options(words), greedy=options.greedy)
+    folder = Path(options.run)
+    kept = list(folder.glob("checkpoints/*.pt")) or [folder / "checkpoint.pt"]
+    path_of = {ver_ppo.load_checkpoint(path)["step"]: path for path in kept}
+    run_options = ver_ppo.parse_options(["--checkpoint", str(kept[0])])
+    if options.eval_episodes == "all":
+        count = count_episodes(run_options)
+    else:
+        count = options.eval_episodes
+    run_options = replace(run_options, eval_episodes=count, greedy=options.greedy)
     spec, policy = ver_ppo.build(run_options)
     names = spec.episode_columns
     metric = options.metric or [name for name in USUAL if name in names][0]
     if metric not in names:
         raise ver_ppo.UserError(f"--metric {metric}: must be one of {', '.join(names)}")
+    results = folder / "evaluation"
+    results.mkdir(exist_ok=True)
     rows = []
-    for path in kept:
+    for step, path in sorted(path_of.items()):
         ver_ppo.load_policy(policy, path)
-        print(f"step {int(path.stem):,}: ", end="")
-        means = ver_ppo.report_evaluation(policy, spec, run_options)
-        if not means:  # no episode has ended
-            continue
-        rows.append({"step": int(path.stem)} | {tag.partition("/")[2]: means[tag] for tag in means})
+        print(f"step {step:,}: ", end="")
+        means = ver_ppo.report_evaluation(policy, spec, run_options, results / f"{step}.csv")
+        if means:  # at least one episode has ended
+            rows.append({"step": step} | {tag.partition("/")[2]: means[tag] for tag in means})
     if not rows:
         raise ver_ppo.UserError("no episode of any checkpoint has ended")
-    with open(Path(options.run) / "series.csv", "w", newline="") as file:
+    with open(results / "series.csv", "w", newline="") as file:
         table = csv.DictWriter(file, rows[0])
         table.writeheader()
         table.writerows(rows)
     best = max(rows, key=lambda row: row[metric])
-    path = Path(options.run) / "checkpoints" / f"{best['step']}.pt"
-    print(f"best by {metric}: {path}, {best[metric]:.3f}")
+    path = path_of[best["step"]]
+    print(f"best by {metric}: {path}, {best[metric]:.3f}; every episode: {results}")
     return path
+
+
+def count_episodes(options):
+    """How many episodes the validation split has. Raises UserError if the environment does not say.
+    """
+    env = ver_ppo.make_env(options, "val")
+    count = getattr(env.unwrapped, "num_episodes", None)
+    env.close()
+    if count is None:
+        reason = f"{options.env_id} does not say how many validation episodes it has"
+        raise ver_ppo.UserError(f"--eval-episodes all: {reason} (num_episodes): give a number")
+    return count
 
 
 def main(argv=None):
