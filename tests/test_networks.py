@@ -335,11 +335,11 @@ def test_cpc_trains(tmp_path):
     overlap."""
     folder = run_here(
         tmp_path / "1",
-        "--env-id Pendulum-v1 --num-workers 0 --total-timesteps 6400 --debug"
+        "--env-id Pendulum-v1 --num-workers 0 --total-timesteps 12800 --debug"
         " --num-minibatches 4 --update-epochs 6 --seed 3 --policy resnet18(cpc=True)",
     )
     losses = [*logged(folder, "losses/auxiliary").values()]
-    assert len(losses) == 100 and np.mean(losses[-20:]) < 0.95 * np.mean(losses[:20])
+    assert len(losses) == 200 and np.mean(losses[-20:]) < 0.95 * np.mean(losses[:20])
     line = "--env-kwargs simulator=builtin camera=rgb --policy resnet18(cpc=True) --debug"
     folder = run_here(
         tmp_path / "2", f"{line} --num-workers 2 --extensions overlap --total-timesteps 128"

@@ -96,6 +96,7 @@ def test_evaluation_of_endless_episodes(tmp_path, capsys, monkeypatch):
 def test_other_signals(tmp_path, monkeypatch, name):
     """A closed terminal and SLURM's warnings save, as SIGTERM does."""
     number = getattr(signal, name)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored
     update = ver_ppo.ppo_update
 
     def stopped(*args):
@@ -336,6 +337,7 @@ def test_a_slow_checkpoint_preempts_nobody(tmp_path):
 def test_second_signals(tmp_path, monkeypatch):
     """A terminal that closes may send two SIGHUP: both are one reason to stop. A second SIGTERM
     would end the process at once."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored
     update = ver_ppo.ppo_update
     handlers = []
 
