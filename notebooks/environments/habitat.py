@@ -48,6 +48,8 @@ def override_lines(overrides):
 
     >>> override_lines({"habitat.seed": None, "~habitat.task.sensors": None})
     ['habitat.seed=null', '~habitat.task.sensors']
+    >>> override_lines({"+habitat/task/measurements@habitat.task.measurements.top_down_map": "a"})
+    ['+habitat/task/measurements@habitat.task.measurements.top_down_map=a']
     """
     lines = []
     for key, value in overrides.items():
