@@ -589,7 +589,7 @@ class Environment:
         """
         io = self.io
         e = self.number
-        ended = io["terminated"][e] or io["truncated"][e]  # if unfinished: the step before did
+        ended = io["terminated"][e] or io["truncated"][e]  # if unfinished: the step before it
         if io["unfinished"][e] or not ended:
             lose_step(io, e)
         self.env = make_env(self.options, self.split, self.number)
@@ -1100,7 +1100,7 @@ def pack(sequences):
     ('a e g b f c d', [3, 2, 1, 1])
     """
     tensors = [torch.from_numpy(sequence) for sequence in sequences]
-    packed = pack_sequence(tensors, enforce_sorted=False)  # it sorts; `make_batch` gathers so
+    packed = pack_sequence(tensors, enforce_sorted=False)  # it returns them sorted
     return packed.data, packed.batch_sizes
 
 
@@ -3223,7 +3223,7 @@ def parse_options(argv, kind=Options):
     named = [text for texts in doors.values() for text in texts]
     print(f"{path} names code that is imported: {ascii(named)[1:-1]}")
     for name, texts in doors.items():
-        # what the command line or the default says is trusted, also if the file says it, too
+        # the command line or the default says the same as the file: this is trusted
         if getattr(options, name) == getattr(given, name):
             continue
         for text in texts:

@@ -1,4 +1,4 @@
-"""Load what was trained, and let it act: one robot, one episode, no trainer. Or film it:
+"""Load a trained policy, and let it act: one robot, one episode, no trainer. Or film it:
 
     python -m notebooks.extensions.play runs/pointnav__ver__1__1700000000 --film film.gif
 """
@@ -98,7 +98,7 @@ def play(policy, env, seed):
 
 def frames(env, agent, seed, metrics):
     """Play an episode, at most MOST_FRAMES steps: yields the pictures that the environment renders.
-    At the end, what the environment measures is in the dictionary `metrics`. Raises UserError."""
+    At the end, the dictionary `metrics` has the metrics of the episode. Raises UserError."""
     agent.reset()
     observation, _ = env.reset(seed=seed)
     for _ in range(MOST_FRAMES):
@@ -161,12 +161,12 @@ def film(options):
 
 @dataclass(frozen=True)
 class Options:
-    """Film what a run has learned."""
+    """Film the policy of a run."""
 
     run: tyro.conf.Positional[Path]  # its folder
     film: Path = Path("film.gif")  # where to write the film: .gif or .mp4
     episodes: int = 3  # of the validation split
-    each: bool = False  # a film of each episode, with what was measured in its name
+    each: bool = False  # a film of each episode, with its metrics in the name
     greedy: bool = False  # with the most probable actions instead of sampled ones
     # further arguments of the environment, KEY=VALUE (a map in Habitat's pictures, say)
     env_kwargs: tuple[str, ...] = ()

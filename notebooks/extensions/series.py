@@ -61,9 +61,11 @@ def evaluate_series(options):
     """Evaluate a folder's checkpoints, in order of their steps, and write the results. Returns the
     path of the best. Raises UserError."""
     folder = Path(options.run)
-    kept = list(folder.glob("checkpoints/*.pt")) or [folder / "checkpoint.pt"]
-    path_of = {ver_ppo.load_checkpoint(path)["step"]: path for path in kept}
-    run_options = ver_ppo.parse_options(["--checkpoint", str(kept[0])])
+    path_of = {int(path.stem): path for path in folder.glob("checkpoints/*.pt")}
+    last = folder / "checkpoint.pt"
+    if not path_of:
+        path_of[ver_ppo.load_checkpoint(last)["step"]] = last
+    run_options = ver_ppo.parse_options(["--checkpoint", str(min(path_of.items())[1])])
     if options.eval_episodes == "all":
         count = count_episodes(run_options)
     else:
