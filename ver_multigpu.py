@@ -11,7 +11,7 @@ earlier steps.
     torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \\
         ver_multigpu.py ...                                           on each of four nodes
 
-One update of R ranks. `[...]` marks the steps that all ranks take together, and equally often:
+One update of R ranks. `[...]` marks what all ranks do together, and equally often:
 
     rank 0   collect ======| wait      [agree] fill up, learn [average] ... [gather]  decide
     rank 1   collect ==========| wait  [agree] fill up, learn [average] ... [gather]  decide
@@ -56,9 +56,9 @@ class Options(ver_ppo.Options):
     Start with torchrun. --num-envs and all sizes of a rollout are those of one rank,
     --total-timesteps counts the steps of all ranks."""
 
-    # when the rollout of all ranks ends. optimal: when S / (Time(S) + learning time) is largest
-    # (VER); threshold: when --sync-frac of the ranks are done and the others have a quarter
-    # (DD-PPO); none: when all are done
+    # when the rollout of all ranks ends. optimal: when that gives the most steps per second,
+    # learning included (VER); threshold: when --sync-frac of the ranks are done and the others
+    # have a quarter (DD-PPO); none: when all are done
     preemption: Literal["optimal", "threshold", "none"] = "optimal"
     sync_frac: float = 0.6  # of --preemption threshold
     # seconds to wait for other ranks; longer than any rollout takes, --env-timeout included
@@ -75,8 +75,8 @@ class Options(ver_ppo.Options):
 
 
 def local_gpu():
-    """Number of this rank's GPU, among those that it can see: all of the machine's, or (srun can be
-    told so) its own one alone."""
+    """Number of this rank's GPU, among those that it can see: all GPUs of the machine, or its own
+    alone (an option of srun)."""
     return int(os.environ.get("LOCAL_RANK", "0")) % max(1, torch.cuda.device_count())
 
 
@@ -213,11 +213,11 @@ def agree_on_start(store, rank, size, timeout_sec):
     if rank == 0:
         for other in range(1, size):
             store.delete_key(f"rank {other}")
-            caller = store.get(f"rank {other}").decode()
+            caller = store.get(f"rank {other}").decode()  # waits until it is there again
             store.set(f"answer to {caller}", own)
         return own
     while not store.check([f"answer to {own}"]) and time.monotonic() < until:
-        store.set(f"rank {rank}", own)  # rank 0 waits in `get` until it is there again
+        store.set(f"rank {rank}", own)
         time.sleep(0.05 + size / 1000)  # all together, some thousand times a second at most
     return store.get(f"answer to {own}").decode()
 
@@ -226,12 +226,13 @@ def agree_on_start(store, rank, size, timeout_sec):
 
 
 def optimal_preemption(step_sec_RN, num_steps, variable, learning_sec):
-    """When to end the rollout of all ranks: S and Time(S) that maximize S / (Time(S) + LT) (VER
-    section 2.3, equation 1).
+    """When to end the rollout of all ranks: S* is the number S of steps with the largest
+    S / (Time(S) + LT) (VER section 2.3, equation 1). Time(S) is when S steps are complete, and LT
+    is `learning_sec`. Returns S* and Time(S*).
 
-    `step_sec_RN`: every environment's mean seconds per step, inference included. A group gives
-    steps at a constant rate until it is done. With `variable` rollouts, a group is a rank, which
-    gives T x N steps. Otherwise a group is an environment, which gives T.
+    `step_sec_RN`: every environment's mean seconds per step, inference included. A *group* is a
+    rank with `variable` rollouts, which gives T x N steps; otherwise it is an environment, which
+    gives T. A group gives steps at a constant rate until it is done.
 
     Between two times at which groups are done, the number of steps grows linearly. There, the
     quotient S / (Time(S) + LT) either only rises or only falls. So the best time is one at which a
@@ -269,9 +270,9 @@ def step_seconds(rollout, quota, known_N):
 
     With `ver`, hardly any environment reaches its quota. A step that was carried in counts as one,
     although it began earlier, and a step in flight at the end counts as none, although it took
-    time. That evens out over many steps. For few steps, there are two lower bounds: (1) a step
-    takes at least as long as its simulator did; (2, in `mean_seconds`) if an environment gave no
-    step, its steps take at least as long as before (`known_N`), and as long as the rollout.
+    time. That evens out over many steps. For few steps, there are two lower bounds. First, a step
+    takes at least as long as its simulator did. Second, in `mean_seconds`: an environment that gave
+    no step needs at least as long for a step as before (`known_N`), and as long as the rollout.
     """
     steps = rollout.complete
     given_N = np.bincount(steps["env"], minlength=rollout.num_envs)
@@ -328,17 +329,17 @@ class RankRun(ver_ppo.Run):
         self.learned = None  # with preemption: the S steps that were learned from last, in order
         self.step_sec_N = np.zeros(options.num_envs)  # of this rank's environments, last known
         quarter = max(1, options.rollout_steps // 4)
-        # of a preempted rollout; from none, no means can be computed
+        # of a preempted rollout; 0 steps would have no average
         self.min_steps = quarter if options.preemption == "threshold" else 1
-        # look at the counter of the first rollout as if it took half a second
+        # in the first rollout, look at the counter as often as after one of half a second
         self.begin_rollout(limit=NO_LIMIT, predicted_sec=0.0, last_rollout_sec=0.5)
         try:
             self.begin_together(options)  # calls Run.__init__
         except BaseException:
             self.close()
             raise
-        # Ranks have equal weights now, but differ in all that is random. `train` comes later: its
-        # environments and its actions are seeded by this
+        # Ranks have equal weights now, but differ in all that is random: `train` seeds environments
+        # and actions with this
         if self.ranks.rank:
             seed = ver_ppo.derive_seed(SEED_OF_RANK, options.seed, self.ranks.rank)
             self.options = replace(self.options, seed=seed)
@@ -374,8 +375,8 @@ class RankRun(ver_ppo.Run):
         self.ranks.close()
 
     def begin_rollout(self, limit, predicted_sec, last_rollout_sec):
-        """Count from 0. A rank looks at the counter about a hundred times in a rollout as long as
-        the last one, so it notices the end a hundredth late."""
+        """Count from 0. A rank looks at the counter after each hundredth of the time of the last
+        rollout, so it notices the end at most that late."""
         self.limit = limit
         self.predicted_sec = predicted_sec
         self.latest = math.inf  # when the rollout ends at the latest (time.monotonic)

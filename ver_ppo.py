@@ -5,8 +5,8 @@ slowest. VER does not wait: the environments that have answered form the next in
 rollout ends when S = T x N steps are complete (--num-steps times --num-envs), no matter how many
 each environment contributed. A step that is in flight at that moment counts for the rollout in
 which it is completed. The uneven experience is cut into mini-batches of equal size for a recurrent
-network, and steps from fast environments are down-weighted. Steps of a rollout that come from an
-older policy are few: without extensions, at most one from each environment.
+network, and steps from fast environments are down-weighted. Unless --extensions change that, at
+most one step of each environment in a rollout was chosen by an older policy.
 
     python ver_ppo.py --env-id pointnav            trains, shows its progress, evaluates
     python ver_ppo.py --help                       explains every option
@@ -32,7 +32,7 @@ The numbers of the rows travel through pipes: one pipe to each worker, and one p
 workers share. Actions, observations and rewards stay in shared memory.
 
 A *step* begins when inference chooses an action and sends it. From then on it is *in flight*, in
-its environment's row of `pending`, until this process takes the environment's answer: reward,
+its environment's row of `pending`, until the main process takes the environment's answer: reward,
 whether the episode ended, next observation. That completes the step, which moves to the next free
 row of the rollout. The environment gets its next action at once, unless this rollout wants no more
 of its steps. Then it is *idle* until the next rollout. The *version* of a policy is the number of
@@ -45,7 +45,7 @@ batch (env_B: the numbers of B environments), H hidden units, L layers, F featur
 an action.
 
 Errors: UserError is a mistake of the user, EnvironmentFailure one of an environment, and BadAnswer
-says that an environment has left its own observation space.
+says that an environment has answered what is not allowed, such as NaN.
 
 The file down to "End of the lesson" is VER: options, the training loop, and its parts in the order
 in which a step needs them. Each section after that adds something that a real run needs, can be
@@ -81,7 +81,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Literal
 
-# before torch is imported, see Speed: bounds the time for which a learning thread spins
+# must be set before torch is imported; `LearnerThreads` (under Speed) says why
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import gymnasium as gym
@@ -130,8 +130,8 @@ class Options:
     num_minibatches: int = 8  # mini-batches per epoch, equally large
     update_epochs: int = 2  # passes over each rollout
     clip_coef: float = 0.2  # PPO's clipping range of the probability ratio
-    # each rollout's advantages are brought to mean 0 and deviation 1; if not, they are divided by
-    # the running root mean square of the returns
+    # bring each rollout's advantages to mean 0 and deviation 1; otherwise, divide them by the
+    # running root mean square of the returns
     norm_adv: bool = True
     ent_coef: float = 5e-3  # entropy coefficient; its first value if --target-entropy is set
     vf_coef: float = 0.5  # weight of the value loss
@@ -139,18 +139,20 @@ class Options:
 
     # --------------------------------------------------------------------- beyond the lesson
     env_kwargs: tuple[str, ...] = ()  # KEY=VALUE ...: the environment's own keyword arguments
-    # around each environment, in this order: "MODULE:NAME(KEY=VALUE, ...)" ...
+    # around each environment, the innermost first: "MODULE:NAME(KEY=VALUE, ...)" ..., or
+    # action_delay, latency(mean_ms=20), resize(height=84, width=84), hide(indices=(1,3))
     wrappers: tuple[str, ...] = ()
     # another network: "MODULE:CLASS(KEY=VALUE, ...)", or resnet18, resnet50, controller(file=...)
     policy: str = "ver_ppo:Policy"
-    # around the training, in this order: "MODULE:CLASS(KEY=VALUE, ...)" ..., or overlap, async,
-    # keep, transfer(file=...), trace(file=...)
+    # around the training, the innermost first: "MODULE:CLASS(KEY=VALUE, ...)" ..., or overlap,
+    # async, keep, transfer(file=...), trace(file=...)
     extensions: tuple[str, ...] = ()
 
     device: str = "auto"  # `cpu`, `cuda`, `cuda:1`, ...; auto: CUDA where there is a GPU
     # CPU threads while learning; auto: one per core, at most 4; one if others need the cores
     learner_threads: int | Literal["auto"] = "auto"
-    # learn the entropy coefficient so that the entropy stays above this (VER: 0, for Gaussians)
+    # learn the entropy coefficient so that the entropy stays above this (VER: above 0, for
+    # continuous actions)
     target_entropy: float | None = None
 
     eval_episodes: int = 200  # episodes of the evaluation (0: none)
@@ -259,7 +261,7 @@ class Critic(nn.Linear):
 
     Its linear layer predicts values in units of `scale`, the typical size of returns. At first the
     scale is 0, and so is every value. Every update begins with a new scale (`update_value_scale`),
-    so it is no longer 0 when the first reward is learned from.
+    so the scale is above 0 from the first reward on.
     """
 
     def __init__(self, hidden_size):
@@ -274,11 +276,11 @@ class Critic(nn.Linear):
 class Policy(nn.Module):
     """Encoders, embedding of the previous action, core, action head and value head (VER section 4).
 
-    `spec` (`EnvSpec`, after the lesson) describes the environment. `observations` are the spaces of
-    all parts of an observation, and `obs_fields` their names, types and shapes. An action has
-    `action_dims` dimensions, A, of `action_dtype`. If it is discrete, `choices` says how many
-    choices each dimension has. `episode_columns` names the numbers that are kept of an episode:
-    return, length, metrics.
+    `spec` (`EnvSpec`, after the lesson) describes the environment. Its `observations` are the
+    spaces of all parts of an observation, and its `obs_fields` their names, types and shapes. An
+    action has `spec.action_dims` dimensions, A, of `spec.action_dtype`. If it is discrete,
+    `spec.choices` says how many choices each dimension has. `spec.episode_columns` names the
+    numbers that are kept of an episode: return, length, metrics.
 
     The trainer uses these members: `step`, `sequences`, `auxiliary_loss`, `keep_bounds`,
     `state_shape`, `log_ent_coef`, and `critic`, a `Critic`, which computes all values. To change
@@ -490,7 +492,7 @@ class Steps(Table):
             ("began_at", float),  # when the simulator started on the step ...
             ("step_sec", float),  # ... and how long it took
             # for learning
-            ("segment", int),  # here `env`; `fill_up` of ver_multigpu.py adds others
+            ("segment", int),  # `env`; for older steps from ver_multigpu.py (`fill_up`), env + N
             ("advantage", np.float32),
             ("norm_advantage", np.float32),  # the same, normalized
             ("returns", np.float32),  # targets of the value
@@ -578,18 +580,17 @@ class Environment:
 
         If it takes the place of one that crashed, this answer also completes the step in flight:
 
-            crashed in the step, or before it took it    the step is lost
+            crashed in the step, or before it            the step is lost
             finished the step, the episode goes on       lost, since the episode cannot continue
-            finished the step, which ended the episode   kept; it crashed in the reset, say
+            finished the step, which ended the episode   kept (the reset crashed, for example)
 
         A lost step truncates its episode at the observation seen last, with reward 0. (At the very
-        first start no step is in flight, and nobody reads what `lose_step` writes. An
-        environment that had no step in flight when its worker died starts when its next action
-        arrives: that step is lost.)
+        first start no step is in flight, and nobody reads what `lose_step` writes. An environment
+        without a step in flight when its worker died starts at its next action. That step is lost.)
         """
         io = self.io
         e = self.number
-        ended = io["terminated"][e] or io["truncated"][e]  # if unfinished: the step before it
+        ended = io["terminated"][e] or io["truncated"][e]  # if unfinished: of the step before
         if io["unfinished"][e] or not ended:
             lose_step(io, e)
         self.env = make_env(self.options, self.split, self.number)
@@ -600,7 +601,7 @@ class Environment:
         io = self.io
         e = self.number
         io["episode"][e] += 1
-        # first 0 for training, 1 for validation, so that they never share a seed
+        # the first number is 0 in training and 1 in validation, so that they never share a seed
         numbers = int(self.split == "val"), self.options.seed, e, io["episode"][e]
         observation, _ = self.env.reset(seed=derive_seed(*numbers))
         self.length = 0
@@ -687,8 +688,8 @@ def is_due(num_answered, num_environments, sec):
     """Whether a worker sends the answers that it has before it steps the rest. Asked after every
     answer.
 
-    `num_answered` counts the answers since it last sent some, and `num_environments` all of its
-    environments. After 2 ms it sends them if they are half of these. Inference then computes
+    `num_answered` answers are not sent yet, and the worker has `num_environments`. After 2 ms the
+    worker sends the answers if half of its environments have answered. Inference then computes
     their next actions while the worker steps the other half: double-buffered sampling (Sample
     Factory, section 3.2). After a second it sends whatever it has; otherwise it would seem to hang.
     """
@@ -698,8 +699,8 @@ def is_due(num_answered, num_environments, sec):
 class Workers:
     """The worker processes, seen from the process that collects.
 
-    `send` lets environments answer, once their actions are in the table; at first it lets them
-    start. `receive` returns the environments that have answered. A worker that dies or hangs is
+    `send` asks environments for an answer: to the action in their row, or at first, to start.
+    `receive` returns the environments that have answered. A worker that dies or hangs is
     replaced (`Supervisor`).
     """
 
@@ -723,8 +724,8 @@ class Workers:
         """Start a worker's process, which has every W-th environment: `guarded_worker` runs
         `env_worker`, reports errors, and closes the environments.
 
-        The process gets copies of the Environments. Those here are never started, so a process that
-        is started again begins with environments that are not made yet.
+        The process gets copies of the Environments. The originals here are never made (`env` stays
+        None), so a process that replaces another one makes its own.
         """
         mine = {each.number: each for each in self.environments[worker :: self.num_workers]}
         arguments = self.inboxes[worker], self.outbox, mine
@@ -769,8 +770,8 @@ class Workers:
 
     def owed(self, worker):
         """Numbers of this worker's environments that owe an answer."""
-        env_N = np.flatnonzero(self.asked_N)
-        return env_N[env_N % self.num_workers == worker]
+        env_B = np.flatnonzero(self.asked_N)
+        return env_B[env_B % self.num_workers == worker]
 
     def close(self):
         """End the processes: they leave at the end of their pipe, or are killed after 5 s."""
@@ -787,8 +788,8 @@ class Workers:
 class Collector:
     """Collects rollouts with a policy, and remembers what passes from one rollout to the next.
 
-    `enough` is a function of the number of complete steps. It says whether a rollout ends early: a
-    signal ends it, and with many GPUs, so does a rank for which waiting would cost too much.
+    `enough` is a function of the number of complete steps. It says whether a rollout ends early:
+    after a signal, or with many GPUs, when this rank is preempted.
     """
 
     def __init__(self, policy, workers, io, spec, options, enough=lambda rows: False):
@@ -861,7 +862,7 @@ class Collector:
         """
         needed = self.options.num_envs if self.options.sampler == "sync" else 1
         began_at = time.perf_counter()
-        self.answered += self.workers.receive(0)  # all that are there, whatever is left from before
+        self.answered += self.workers.receive(0)  # also if answers are left from the last call
         if len(self.answered) < needed:
             self.answered += self.workers.receive(0.05)
         self.waited_sec += time.perf_counter() - began_at
@@ -948,7 +949,7 @@ class Collector:
         """The value of what follows each environment's last step, N numbers.
 
         If its next step is in flight, that value was computed when the action was sent. For idle
-        environments it is computed now, in one batch; the memory does not move. (An environment
+        environments it is computed now, in one batch; `state_N` stays as it is. (An environment
         that is still starting has given no step, and its value is not used.)
         """
         value_N = self.pending["value"].copy()
@@ -974,7 +975,8 @@ def rollouts_in_turn(run):
     io = EnvIO(run.spec, options.num_envs, first_episode=run.step)
     capacity = options.rollout_steps
     rollout = Rollout(run.spec, capacity, options.num_envs, policy.state_shape, device)
-    # `Workers`; `InlineWorkers` if --num-workers is 0, or if `auto` chose 0
+    # `Workers`; but `InlineWorkers`, without processes, if --num-workers is 0. `auto` chooses 0
+    # where a step takes less than 50 microseconds
     with contextlib.closing(make_workers(options, "train", run.spec, io)) as workers:
         collector = run.collector_class(policy, workers, io, run.spec, options, run.enough)
         while True:
@@ -1023,8 +1025,8 @@ def importance_weights(env_S, num_envs):
 
     An environment that gave K_e of the S steps was sampled K_e / S of the time instead of 1 / N.
     Therefore each of its steps has the weight min(1, (S / N) / K_e). Slow environments are not
-    weighted up, so the mean weight is 1 at most. With many GPUs, a rollout may end early. If it has
-    fewer than N steps, S counts as N: one step of an environment is never too many.
+    weighted up, so the mean weight is 1 at most. With many GPUs, a rollout may end with fewer than
+    N steps. Then S counts as N: one step of an environment is never too many.
 
     >>> importance_weights(np.array([0, 0, 0, 0, 1, 2]), num_envs=3)
     array([0.5, 0.5, 0.5, 0.5, 1. , 1. ], dtype=float32)
@@ -1058,7 +1060,7 @@ def find_sequences(segment_S, first_S):
     """
     order_S = np.argsort(segment_S, kind="stable")
     changes = np.diff(segment_S[order_S], prepend=-1) != 0
-    begins = np.flatnonzero(changes | first_S[order_S])  # in the order of order_S; the first is 0
+    begins = np.flatnonzero(changes | first_S[order_S])  # positions in order_S; the first is 0
     return np.split(order_S, begins[1:])
 
 
@@ -1094,8 +1096,8 @@ def pack(sequences):
     A PackedSequence reads them column by column: a e g | b f | c | d, batch sizes 3 2 1 1. Returns
     the steps in this order, and the batch sizes: how many sequences are still running at each time.
 
-    >>> letters = np.array(list("efabcdg"))
-    >>> step_M, batch_sizes = pack([np.array([0, 1]), np.array([2, 3, 4, 5]), np.array([6])])
+    >>> letters = np.array(list("abcdefg"))
+    >>> step_M, batch_sizes = pack([np.array([4, 5]), np.array([0, 1, 2, 3]), np.array([6])])
     >>> " ".join(letters[step_M]), batch_sizes.tolist()
     ('a e g b f c d', [3, 2, 1, 1])
     """
@@ -1118,8 +1120,8 @@ def update_value_scale(critic, rollout, average):
     The scale is the running root mean square of the returns. So rewards of any size are learned
     equally well, as if they were normalized (Engstrom et al. 2020). All that is stored and logged
     stays in the environment's units, so values that were stored under an earlier scale need no
-    conversion. One outlier can at most double the scale. (The network's own predictions move with
-    the scale; the update that follows corrects them.)
+    conversion. One outlier can at most double the scale. (The values that the network computes from
+    now on move with the scale. The update that follows corrects them.)
     """
     returns_S = rollout.complete["returns"].astype(float)
     newest = torch.tensor([(returns_S**2).mean()], dtype=torch.float64)
@@ -1188,7 +1190,7 @@ def ppo_loss(distribution, value_M, batch, log_ent_coef, options):
 
 def make_batch(rollout, sequences):
     """A mini-batch on the rollout's device: its packed steps, the state before each sequence, and
-    `batch_sizes`. `row` holds each step's row of the rollout."""
+    `batch_sizes`. `row` holds each step's row of the rollout, for extensions."""
     row_M, batch_sizes = pack(sequences)
     names = "prev_action", "action", "first", "log_prob", "norm_advantage", "returns", "weight"
     batch = {name: to_device(rollout[name][row_M.numpy()], rollout.device) for name in names}
@@ -1257,7 +1259,7 @@ def ppo_update(policy, optimizer, rollout, options, average=lambda tensors: None
 class Run:
     """One training: policy, optimizer, counters, and the folder that keeps them.
 
-    Many GPUs and --extensions are subclasses that override some of these members:
+    `RankRun` (many GPUs) and --extensions are subclasses that override some of these members:
 
         rollouts           the iterator over rollouts, here `rollouts_in_turn`
         collector_class    the class that collects
@@ -1293,10 +1295,10 @@ class Run:
         self.signal = None
         self.threads = LearnerThreads(self.options)
         self.optimizer = self.make_optimizer()
-        # now, since `restore` brings back rates that have decayed
+        # before `restore`, which brings back rates that have decayed
         self.learning_rates = [group["lr"] for group in self.optimizer.param_groups]
         self.restore()
-        set_up_memory()
+        tune_malloc()
         self.first_step = self.step
         self.saved_step = None  # of the last checkpoint that this process has written
         self.folder = self.open_folder()
@@ -1362,7 +1364,7 @@ class Run:
         return self.signal is not None
 
     def next_rollout(self, source):
-        """The next rollout. Raises Interrupted after a signal, which may leave it empty."""
+        """The next rollout. Raises Interrupted after a signal: the rollout may be empty then."""
         rollout = next(source)
         if self.signal:
             raise Interrupted(self.signal)
@@ -1398,7 +1400,7 @@ class Run:
         decay = self.decay()
         for group, rate in zip(self.optimizer.param_groups, self.learning_rates):
             group["lr"] = rate * decay
-        self.policy.train()  # in the other mode, statistics stay as they are
+        self.policy.train()  # otherwise, `update_statistics` does nothing
         logs = ppo_update(self.policy, self.optimizer, rollout, self.options, self.average)
         update_statistics(self.policy, rollout, decay, self.average)
         self.policy.eval()
@@ -1460,7 +1462,7 @@ class Run:
 # `count_workers`.
 
 CHEAP_STEP_SEC = 50e-6  # faster steps are not worth the two messages to another process
-INFERENCE_SEC = 150e-6  # of the process that collects, for one step, about
+INFERENCE_SEC = 150e-6  # about what one step costs the process that collects
 TRIAL = 2**60  # `describe_env` counts episodes from here: no run gets that far
 MAX_WORKERS = 128
 LARGE_BOUND = 1e30  # as good as none
@@ -1571,8 +1573,8 @@ def flatten(tree, name=""):
 
 def to_env_action(space, action_A):
     """The policy's numbers as the environment wants them. Discrete: index plus the space's start.
-    Box: -1..1 is the range low..high where it is bounded. With one bound alone, -1..1 is a range of
-    2 next to it; with none, it stays. Numbers beyond the bounds are clipped.
+    Box: -1..1 is stretched to the range low..high. With one bound alone, -1..1 is moved next to the
+    bound; with none, it stays. Numbers beyond the bounds are clipped.
 
     >>> to_env_action(gym.spaces.Box(0.0, 4.0, (2,)), np.array([0.5, 7.0], np.float32))
     array([3., 4.], dtype=float32)
@@ -1753,8 +1755,8 @@ def check_spaces(spec):
 def time_steps(trial):
     """Mean seconds of a step of this environment by random actions, resets included, and how many
     of them on a CPU. Takes a second, or less if the environment fails: training survives that, so
-    this does. (Simulators are slow at first: they load scenes, and agents that act at random end
-    episodes soon.)
+    this does. (The result may be too high: at first, simulators load scenes, and agents that act at
+    random end episodes soon.)
 
     The time in which other programs had the core does not count: a simulator that computes on a
     busy machine is not one that waits.
@@ -1771,8 +1773,8 @@ def time_steps(trial):
             steps += 1
     ended = np.array([time.perf_counter(), time.process_time(), run_delay_sec()])
     step_sec, cpu_sec, delay_sec = (ended - began) / max(1, steps)
-    # Without the delay, but never less than the CPU time. That counts all threads, so it is used
-    # only up to the time that passed
+    # Without the delay, but never less than the CPU time. (The CPU time is that of all threads. It
+    # counts at most as much as the time that passed.)
     undisturbed_sec = max(step_sec - delay_sec, min(cpu_sec, step_sec))
     return float(undisturbed_sec), float(cpu_sec)
 
@@ -1869,7 +1871,7 @@ class Statistics(nn.Module):
         shape = self.mean_C.shape + (1,) * (x.dim() - 2)
         deviation_C = self.variance_C.clamp(min=1e-12).sqrt()
         x = (x - self.mean_C.view(shape)) / deviation_C.view(shape)
-        return x.clamp(-10, 10)  # what was constant so far may change
+        return x.clamp(-10, 10)  # a number that was constant so far may begin to change
 
     def take_in(self, x, weight, average):
         """Update the statistics with these observations, and with those of other ranks."""
@@ -1903,8 +1905,8 @@ def update_statistics(policy, rollout, weight, average):
 
 
 class Image(nn.Module):
-    """An image as B x channels x height x width. uint8 is scaled to 0..1, and normalized, as are
-    numbers of any size."""
+    """An image as B x channels x height x width. uint8 is scaled to 0..1. Both uint8 and unbounded
+    numbers are normalized."""
 
     def __init__(self, key, space):
         super().__init__()
@@ -1964,7 +1966,7 @@ class Vector(nn.Module):
         self.out_features = out_features
         self.choices = count_choices(space)
         self.in_features = sum(self.choices) or math.prod(space.shape)
-        if self.choices:  # where the one-hot part of each dimension begins
+        if self.choices:  # begin_D + a choice: its index in the one-hot vector of all dimensions
             begin_D = np.cumsum([0, *self.choices[:-1]]) - np.ravel(space.start)
             self.register_buffer("begin_D", torch.from_numpy(begin_D), persistent=False)
         self.normalize = Statistics(self.in_features) if is_any_size(space) else nn.Identity()
@@ -2032,7 +2034,7 @@ class BadAnswer(EnvironmentFailure):
 
 
 def process_context():
-    """How processes are started: by a fork server, as clean as spawn, which imports torch only
+    """How processes are started: by a fork server. It is as clean as spawn, but imports torch only
     once. It and its processes ignore signals, which may reach the whole process group: the main
     process decides. Raises UserError."""
     context = mp.get_context("forkserver")
@@ -2051,8 +2053,8 @@ def lead_group():
     process is gone, and this process does not end by itself (a simulator hangs), the group is
     killed.
 
-    Simulators may use multiprocessing. Signals are caught, not ignored as by the fork server:
-    programs that a simulator starts inherit what is ignored, but not what is caught.
+    Signals are caught here, not ignored as by the fork server, because the programs that a
+    simulator starts would inherit that.
     """
     multiprocessing.current_process().daemon = False  # daemons may not have children
     for number in SIGNALS:
@@ -2122,7 +2124,7 @@ def lose_step(io, e):
     io["lost"][e] = True
     io["began_at"][e] = time.perf_counter()
     io["step_sec"][e] = 0.0
-    # the step counts as finished: if this environment crashes, too, before the answer is sent,
+    # the step counts as finished: if the environment crashes again before the answer is sent,
     # `start` keeps it as it is
     io["unfinished"][e] = False
 
@@ -2290,8 +2292,8 @@ class Supervisor:
     """Finds worker processes that have died, or were silent for --env-timeout. `Workers.replace`
     starts them again.
 
-    The environments that owe an answer then start again, which is an answer. The other environments
-    of the worker start when their next action arrives, and that step is lost.
+    The environments that owe an answer then start again, and their start is the answer. The other
+    environments of the worker start when their next action arrives, and that step is lost.
     """
 
     LOOK_SEC = 0.2
@@ -2416,7 +2418,7 @@ def mean_logs(logs):
 
 
 def summarize_rollout(rollout, version):
-    """What to log of a rollout, learned from by the policy of this version: how good the values
+    """What to log of a rollout from which the policy of this version learns: how good the values
     were, how uneven the environments, and how old the data."""
     steps = rollout.complete
     lag_S = version - steps["version"]
@@ -2469,7 +2471,7 @@ class Stopwatch:
         self.began_at = time.perf_counter()
         self.lap_at = self.began_at
         self.cycles = deque(maxlen=100)  # (seconds, shares) of the last updates
-        self.remembers = -1  # updates, not counting the first one
+        self.updates = -1  # the first one does not count
 
     def passed_sec(self):
         """Seconds since the run began."""
@@ -2500,13 +2502,13 @@ class Stopwatch:
         """Keep the times of an update for `advice`, except the first one, in which environments
         start."""
         shares = [logs[f"time/{name}_share"] for name in self.SHARES]
-        if self.remembers >= 0:
+        if self.updates >= 0:
             self.cycles.append((logs["time/cycle_sec"], shares))
-        self.remembers += 1
+        self.updates += 1
 
     def early_advice(self, run):
         """After ten updates: the advice, and whether episodes end at all. Otherwise nothing."""
-        if self.remembers != ADVICE_AFTER_UPDATES:
+        if self.updates != ADVICE_AFTER_UPDATES:
             return ""
         advice = self.advice(run.options)
         if not run.recent:
@@ -2565,7 +2567,7 @@ def play_episodes(policy, spec, options):
     """
     num_envs = min(options.num_envs, options.eval_episodes)
     num_workers = min(count_workers(options, spec)[0], num_envs)
-    # one mini-batch, because `check_options` refuses more of them than steps
+    # one mini-batch, because `check_options` refuses more mini-batches than steps
     sizes = {"num_envs": num_envs, "num_workers": num_workers, "num_minibatches": 1}
     device = next(policy.parameters()).device
     options = replace(options, **sizes, device=str(device), seed=0, sampler="ver")
@@ -2578,13 +2580,13 @@ def play_episodes(policy, spec, options):
     workers = make_workers(options, "val", spec, io)
     bar = tqdm(total=options.eval_episodes, unit=" episodes", delay=20, leave=False)
     steps_N = np.zeros(num_envs, int)  # of the episode that each environment plays
-    ended_at = time.monotonic()  # when an episode ended, or it was said that none does
+    ended_at = time.monotonic()  # of the last episode, or of the last warning that none ends
     with own_random_state, contextlib.closing(workers), bar:
         torch.set_num_threads(1)  # as in training
         torch.manual_seed(options.seed)
         collector = Collector(policy, workers, io, spec, options)
         collector.greedy = options.greedy
-        # no step is kept: `in_flight_N` only tells an environment's start from its later answers
+        # no step is kept: `in_flight_N` is False until an environment's first action, and no more
         while (played_N < share_N).any():
             env_B = collector.await_answers(room=num_envs)
             ended_B = collector.in_flight_N[env_B] & io["first"][env_B] & ~io["lost"][env_B]
@@ -2784,7 +2786,7 @@ class RunFolder:
         if silent:
             return
         text = json.dumps(asdict(options), indent=2) + "\n"
-        # until the folder exists, the errors below name this
+        # the errors below name this, until the folder exists
         self.path = Path(options.resume or options.runs_dir)
         from torch.utils.tensorboard import SummaryWriter  # takes a second to import
 
@@ -2851,7 +2853,7 @@ class RunFolder:
 
 # ------------------------------------------------------------------------------------------ Speed
 # Adds what makes learning on a CPU faster, measured. The lesson calls `lstm_step`,
-# `lstm_sequences`, `LearnerThreads` and `set_up_memory`.
+# `lstm_sequences`, `LearnerThreads` and `tune_malloc`.
 
 CROWDED_UPDATES = 10
 
@@ -2889,7 +2891,7 @@ class LearnerThreads:
     Threads wait for each other many times in an update, so one that has lost its core to another
     program holds all of them up. Then one thread alone is faster. So after an update in which the
     main thread had to wait for its core for a tenth of the time, one thread makes the next 10
-    updates. (Waiting while the run's own workers finish their steps stays below that tenth.) And
+    updates. (The run's own workers, which finish their steps meanwhile, cost less than that.) And
     GOMP_SPINCOUNT=1000 keeps a thread that waits for another from spinning for long. Without it,
     the first such update could take minutes.
     """
@@ -2922,7 +2924,7 @@ def run_delay_sec():
         return 0.0
 
 
-def set_up_memory():
+def tune_malloc():
     """Tell glibc not to give freed memory back to the kernel: learning is a sixth faster on a CPU,
     because activations come and go with every mini-batch, at a page fault for every 4 KiB. And tell
     oneDNN, which computes the LSTM on a CPU, to keep the code that it makes for each size of a
@@ -2955,6 +2957,10 @@ ALIASES = {
     "keep": "notebooks.extensions.series:Keep",
     "trace": "notebooks.extensions.trace:Trace",
     "from_habitat": "notebooks.extensions.from_habitat:HabitatBaselines",
+    "latency": "notebooks.extensions.wrappers:Latency",
+    "action_delay": "notebooks.extensions.wrappers:ActionDelay",
+    "resize": "notebooks.extensions.wrappers:Resize",
+    "hide": "notebooks.extensions.wrappers:Hide",
     "transfer": "notebooks.extensions.transfer:Transfer",
 }
 
@@ -3044,9 +3050,9 @@ def load(text, option):
 
 
 def extend(run_class, options):
-    """The class of a run, with all --extensions. Each is a subclass of `Run` and overrides some of
-    its members, around the ones before it. Arguments in brackets become attributes of the class; an
-    extension takes those that it annotates. Raises UserError."""
+    """The class of a run, with all --extensions. Each is a subclass of `Run`, and its `super()` is
+    the extension before it. Arguments in brackets set attributes of the class, which the class must
+    annotate. Raises UserError."""
     for text in options.extensions:
         extension, arguments = find(text, "--extensions")
         if not inspect.isclass(extension) or not issubclass(extension, Run):
@@ -3059,7 +3065,7 @@ def extend(run_class, options):
             # as `class NAME(extension, run_class)` with these attributes
             run_class = type(run_class.__name__, (extension, run_class), arguments)
         except TypeError:
-            reason = "is there already, or cannot stand behind the ones before it"
+            reason = "is there already, or cannot come after the ones before it"
             raise UserError(f"--extensions {text}: {reason}") from None
     return run_class
 
@@ -3155,8 +3161,8 @@ def check_foreign(text, name):
     """Raise UserError if a name in a checkpoint is neither one of this project's short names nor a
     class of the expected kind.
 
-    To learn the kind, the module is imported. So it must not be one of Python's own, which would
-    let a stranger choose among hundreds of programs.
+    To learn the kind, the module is imported. So it must not be one of Python's own modules, some
+    of which do something when they are imported.
     """
     option = "--" + name.replace("_", "-")
     if not isinstance(text, str) or not text.isprintable():
@@ -3177,7 +3183,7 @@ def check_foreign(text, name):
 
 
 def unchecked(kind):
-    """The same options, without a check of their values, which a file may still complete."""
+    """The same options, without a check: a file may still replace their values."""
     own = {"__post_init__": lambda self: None, "__doc__": kind.__doc__}
     return dataclass(frozen=True)(type(kind.__name__, (kind,), own))
 
@@ -3190,7 +3196,7 @@ def names_environment(argv):
 def parse_options(argv, kind=Options):
     """Options from the command line; with --resume or --checkpoint (a run folder or its checkpoint
     file), those of that run where none is given here. Raises UserError."""
-    # what the command line means without a file; with one, it is only compared with
+    # the command line alone; if there is a file, this is only for comparison
     given = tyro.cli(unchecked(kind), args=argv)
     if not (given.checkpoint or given.resume):
         return kind(**asdict(given))

@@ -424,23 +424,35 @@ def learning_curves(results):
     return figure
 
 
-def efficiency_curves(found, rates=None):
-    """What samplers learn from the same number of steps, interquartile mean and interval: figure 5
-    of the VER paper. `found`: what the benchmarks print. With `rates`, task -> mode -> steps per
-    second: in the same number of minutes."""
-    panels = [(task, tag) for task in found for tag in found[task]["tags"]]
-    figure, axes = plt.subplots(1, len(panels), figsize=(10, 3.2), layout="constrained")
-    for axis, (task, tag) in zip(axes, panels):
-        for line, (mode, result) in zip(LINES, found[task]["tags"][tag].items()):
-            curve = result["curve"]
-            color = SAMPLERS[mode.partition("+")[0]]
-            unit = 60 * rates[task][mode] if rates else 1000
-            x_G = np.array(found[task]["steps"]) / unit
-            axis.plot(x_G, curve["iqm"], linestyle=line, color=color, label=mode)
-            axis.fill_between(x_G, curve["low"], curve["high"], color=color, alpha=0.1, lw=0)
-        axis.set(xlabel="minutes" if rates else "thousand steps", ylabel=in_words(tag))
-        axis.set(ylim=(0, None), title=task)
-    axes[1].legend(frameon=False, loc="lower right")
+def first_reached(x, values, height):
+    """The x at which a curve first reaches a height; inf if it never does. Between its points the
+    curve is a straight line. Before its first point nothing is known, so a height that the curve
+    has reached there counts from there."""
+    reached = np.asarray(values) >= height
+    if not reached.any():
+        return np.inf
+    after = int(reached.argmax())
+    around = slice(max(after - 1, 0), after + 1)  # this point, and the one before if there is one
+    return float(np.interp(height, values[around], x[around]))
+
+
+def minutes_curves(runs):
+    """Success and SPL over minutes, and success over steps: mean and range of the seeds, as in
+    figures 4 and 5 of the VER paper. `runs`: sampler -> what learn.py has kept of each seed."""
+    panels = ("seconds", "success"), ("seconds", "spl"), ("steps", "success")
+    axis_of = {"seconds": (60, "minutes"), "steps": (1000, "thousand steps")}
+    figure, axes = plt.subplots(1, 3, figsize=(9, 2.7), sharey=True, layout="constrained")
+    for axis, (over, metric) in zip(axes, panels):
+        unit, words = axis_of[over]
+        for line, (sampler, found) in zip(LINES, runs.items()):
+            first = max(run[over][0] for run in found)
+            last = min(run[over][-1] for run in found)
+            x_X = np.linspace(first, last, 200)
+            values_KX = [np.interp(x_X, run[over], run[f"metrics/{metric}"]) for run in found]
+            color = SAMPLERS[sampler.partition("+")[0]]
+            band(axis, x_X / unit, values_KX, color, sampler, line)
+        axis.set(xlabel=words, ylabel=in_words(metric), xlim=(0, None), ylim=(0, 1))
+    axes[2].legend(frameon=False, loc="lower right")
     return figure
 
 

@@ -176,26 +176,38 @@ def their_policy(case):
     return policy, shapes
 
 
-@torch.no_grad()
-def their_answers(case):
-    """What their network answers: shapes of its weights, and 36 x 3 x (logits, or means and
-    deviations; value)."""
-    policy, shapes = their_policy(case)
-    rows = policy.net.num_recurrent_layers
-    state = torch.zeros(ENVS, rows, 32)
-    answers = []
+def their_steps(case, policy):
+    """What their network answers in each step: a distribution, values, and the step's action."""
+    state = torch.zeros(ENVS, policy.net.num_recurrent_layers, 32)
     for obs, action, first in steps_of(case):
         inputs = {key: torch.from_numpy(value) for key, value in obs.items()}
         masks = torch.from_numpy(~first)[:, None]
-        features, state, _ = policy.net(inputs, state, torch.from_numpy(action), masks)
-        distribution = policy.action_distribution(features)
-        value = policy.critic(features)
+        action = torch.from_numpy(action)
+        features, state, _ = policy.net(inputs, state, action, masks)
+        yield policy.action_distribution(features), policy.critic(features), action
+
+
+@torch.no_grad()
+def their_answers(case):
+    """Shapes of their weights, and 36 x 3 x (logits, or means and deviations; value)."""
+    policy, shapes = their_policy(case)
+    answers = []
+    for distribution, value, _ in their_steps(case, policy):
         if hasattr(distribution, "logits"):
             parts = [distribution.logits, value]
         else:
             parts = [distribution.mean, distribution.stddev, value]
         answers.append(torch.cat(parts, dim=1).numpy())
     return shapes, np.array(answers)
+
+
+def their_gradients(case):
+    """The gradient of the sum of all log-probabilities and values: name -> tensor. Running
+    statistics appear with their values."""
+    policy, _ = their_policy(case)
+    steps = their_steps(case, policy)
+    sum((dist.log_probs(action) + value).sum() for dist, value, action in steps).backward()
+    return policy.state_dict() | {name: each.grad for name, each in policy.named_parameters()}
 
 
 def their_files(folder):

@@ -405,7 +405,7 @@ def test_a_step_that_was_not_told(sent):
     assert row["final_obs"] == shown and row["first"] and row["episode"] == 2
 
 
-LATENCY = "notebooks.extensions.wrappers:Latency"
+LATENCY = "latency"
 
 
 def test_latency(monkeypatch):
@@ -477,7 +477,7 @@ def test_resize_rounds_integers():
 
 def test_hide():
     """The hidden numbers are 0, the others as they were; and it can be made anew from its spec."""
-    hidden = "notebooks.extensions.wrappers:Hide(indices=(1, 3))"
+    hidden = "hide(indices=(1, 3))"
     options = ver_ppo.Options(env_id="CartPole-v1", wrappers=(hidden,))
     plain = gym.make("CartPole-v1")
     for env in (ver_ppo.make_env(options), gym.make(ver_ppo.make_env(options).spec)):

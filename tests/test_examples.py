@@ -258,7 +258,7 @@ SLOW = [
     "--num-workers",
     "2",
     "--wrappers",
-    "notebooks.extensions.wrappers:Latency(mean_ms=1, spread=2.0)",
+    "latency(mean_ms=1, spread=2.0)",
 ]
 
 

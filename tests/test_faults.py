@@ -489,7 +489,7 @@ def test_queueing_is_not_hanging(capfd, num_envs, timeout_sec):
         num_steps=1,
         num_minibatches=1,
         num_workers=1,
-        wrappers=("notebooks.extensions.wrappers:Latency(mean_ms=300, spread=0)",),
+        wrappers=("latency(mean_ms=300, spread=0)",),
     )
     spec = ver_ppo.describe_env(options)
     policy, io = ver_ppo.Policy(spec, options), ver_ppo.EnvIO(spec, num_envs)
@@ -725,7 +725,7 @@ def start(tmp_path):
         os.kill(pid, signal.SIGKILL)
 
 
-LATENCY = "notebooks.extensions.wrappers:Latency(mean_ms=20,spread=0)"
+LATENCY = "latency(mean_ms=20,spread=0)"
 COUNT = "--env-id tests.envs:Count-v0 --num-workers"
 HANG = "--env-id tests.faulty_envs:Faulty-hang-v0 --num-workers"
 STOPS = [

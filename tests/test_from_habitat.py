@@ -45,12 +45,10 @@ def converted(case, weights):
     return policy
 
 
-@torch.no_grad()
-def answers_of(case, policy):
-    """What the policy answers, as the recording has it."""
+def our_steps(case, policy):
+    """What the policy answers in each step: a distribution, values, and the step's action."""
     parts, names = shown(case)
     state = torch.zeros(theirs.ENVS, *policy.state_shape)
-    answers = []
     for obs, action, first in theirs.steps_of(case):
         inputs = {}
         for key, values in obs.items():
@@ -59,8 +57,17 @@ def answers_of(case, policy):
             value = value[:, None] if value.ndim == 1 else value  # choices: one column
             inputs[names.get(key, key)] = torch.from_numpy(value)
         first_B = torch.from_numpy(first)
+        action = torch.from_numpy(action)
         state = state * ~first_B[:, None, None]
-        distribution, value_B, state = policy.step(inputs, torch.from_numpy(action), first_B, state)
+        distribution, value_B, state = policy.step(inputs, action, first_B, state)
+        yield distribution, value_B, action
+
+
+@torch.no_grad()
+def answers_of(case, policy):
+    """What the policy answers, as the recording has it."""
+    answers = []
+    for distribution, value_B, _ in our_steps(case, policy):
         each = distribution.base_dist
         parts_of = [each.logits[:, 0]] if policy.choices else [each.mean, each.stddev]
         answers.append(torch.cat([*parts_of, value_B[:, None]], dim=1).numpy())
@@ -380,3 +387,21 @@ def test_live():
         there, found = theirs.their_answers(case)
         assert there == shapes
         np.testing.assert_allclose(found, answers, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", RECORDED)
+def test_live_gradients(case):
+    """A loss has the same gradient in both networks."""
+    pytest.importorskip("habitat_baselines", reason="habitat-baselines is not installed")
+    shapes, _ = RECORDED[case]
+    policy = converted(case, theirs.weights_of(shapes))
+    steps = our_steps(case, policy)
+    sum((dist.log_prob(action) + value).sum() for dist, value, action in steps).backward()
+    expected = converted(case, theirs.their_gradients(case))  # their gradients, laid out as ours
+    for encoder in policy.encoders:
+        if isinstance(encoder, networks.LinearVector) and encoder.key == "objectgoal":
+            encoder.layers.bias.requires_grad_(False)  # their table of categories has none
+    for own, theirs_of_it in zip(policy.parameters(), expected.parameters()):
+        if own.requires_grad:
+            difference = (own.grad - theirs_of_it).abs().max() / theirs_of_it.abs().max()
+            assert difference < 1e-3

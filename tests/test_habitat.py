@@ -185,7 +185,7 @@ def test_spaces_and_measures(recorded):
 def test_delayed_actions(recorded):
     """All that touches the simulator, also to learn what it measures, is done in the thread that
     has made it."""
-    wrappers = ("notebooks.extensions.wrappers:ActionDelay",)
+    wrappers = ("action_delay",)
     options = ver_ppo.Options(env_kwargs=("simulator=habitat",), wrappers=wrappers)
     assert ver_ppo.describe_env(options).metrics == METRICS
 
@@ -300,19 +300,28 @@ def test_a_given_seed(recorded):
     assert len(set(seeds.values())) == 6
 
 
-def test_actions_reach_the_task(recorded):
-    """Numbers of the policy are not stretched over declared bounds, and are clipped to them: a
-    base's velocity is declared as -20..20, but its simulator clips it to -1..1."""
-    low, high = np.array([-20.0, 0.0, -1.0]), np.array([20.0, 1.0, 1.0])
-    recorded["action_space"] = gym.spaces.Box(low, high, dtype=np.float64)
+CONTINUOUS = {  # bounds that tasks declare; numbers of the policy; what arrives
+    # a base's velocity, and a part of an arm: the simulator clips the velocity to -1..1
+    "base": ([-20.0, 0.0, -1.0], [20.0, 1.0, 1.0], [-30.0, -0.5, 2.0], [-20.0, 0.0, 1.0]),
+    # recorded from velocity_control: degrees a second, and metres a second
+    "velocity_control": ([-10.0, 0.0], [10.0, 0.25], [7.0, 0.5], [7.0, 0.25]),
+}
+
+
+@pytest.mark.parametrize("task", CONTINUOUS)
+def test_actions_reach_the_task(recorded, task):
+    """Numbers of the policy are not stretched over declared bounds, and are clipped to them."""
+    low, high, given, arrives = (np.array(each, np.float32) for each in CONTINUOUS[task])
+    recorded["action_space"] = gym.spaces.Box(low, high, dtype=np.float32)
     env = make().unwrapped
-    assert env.action_space == gym.spaces.Box(-np.inf, np.inf, (3,), np.float32)
+    assert env.action_space == gym.spaces.Box(-np.inf, np.inf, low.shape, np.float32)
     env.reset(seed=1)
-    for given, arrives in (([0.3, 0.3, 0.3], [0.3, 0.3, 0.3]), ([-30, -0.5, 2], [-20, 0, 1])):
-        env.step(ver_ppo.to_env_action(env.action_space, np.array(given, np.float32)))
-        np.testing.assert_allclose(env.gym_env.actions[-1], arrives, rtol=1e-6)
+    within = np.full(low.shape, 0.2, np.float32)
+    for sent, expected in ((within, within), (given, arrives)):
+        env.step(ver_ppo.to_env_action(env.action_space, sent))
+        np.testing.assert_allclose(env.gym_env.actions[-1], expected, rtol=1e-6)
     spec = ver_ppo.describe_env(ver_ppo.Options(env_kwargs=("simulator=habitat",)))
-    assert spec.action_dims == 3 and not spec.choices
+    assert spec.action_dims == len(low) and not spec.choices
 
 
 VECTOR = gym.spaces.Box(-100, 100, (2,), np.float32)

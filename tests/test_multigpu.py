@@ -283,7 +283,7 @@ def test_buffers_are_those_of_rank_0(tmp_path, on_two):
     assert saved(tmp_path)["policy"]["norm.running_mean"].tolist() == agreed[-1][1:]
 
 
-LATENCY = "notebooks.extensions.wrappers:Latency(mean_ms={}, spread=0)"
+LATENCY = "latency(mean_ms={}, spread=0)"
 OPTIMAL, THRESHOLD, NONE = (["--preemption", how] for how in ("optimal", "threshold", "none"))
 MODES = [
     OPTIMAL,

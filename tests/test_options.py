@@ -28,8 +28,8 @@ INLINE += """
 """
 REMOTE = "num-workers 1 2 auto, sampler ver nover sync, extensions overlap async"
 WRAPPERS = {
-    "Latency": "notebooks.extensions.wrappers:Latency(mean_ms=0.1)",
-    "Delay": "notebooks.extensions.wrappers:ActionDelay",
+    "Latency": "latency(mean_ms=0.1)",
+    "Delay": "action_delay",
 }
 BAD = """
     num-envs 0 -3 1025, num-steps 0, num-workers -1 1000, num-minibatches 0 999

@@ -737,7 +737,7 @@ def test_advice_about_ranks_is_for_ranks(monkeypatch, ranks):
 def test_what_limits_a_run(tmp_path, capfd):
     """Simulators that sleep, and epochs without end, are found out, in the main process and with
     workers."""
-    latency = ["--wrappers", "notebooks.extensions.wrappers:Latency(mean_ms=60, spread=0)"]
+    latency = ["--wrappers", "latency(mean_ms=60, spread=0)"]
     found = {}
     for name, more in {"0": latency, "4": latency, "1": ["--update-epochs", "10"]}.items():
         steps = 768 if name == "1" else 192

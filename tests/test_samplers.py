@@ -128,7 +128,7 @@ def test_trajectories(seed):
 
 def latency(mean_ms, spread):
     """The wrapper that emulates this much simulator time."""
-    return (f"notebooks.extensions.wrappers:Latency(mean_ms={mean_ms}, spread={spread})",)
+    return (f"latency(mean_ms={mean_ms}, spread={spread})",)
 
 
 MODES = {

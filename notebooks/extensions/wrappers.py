@@ -1,10 +1,10 @@
 """Wrappers for --wrappers: emulated simulator time, actions that arrive one step late, smaller
 images, and observations of which a part is hidden.
 
-    python ver_ppo.py --wrappers "notebooks.extensions.wrappers:Latency(mean_ms=20, spread=0.8)"
-    python ver_ppo.py --wrappers notebooks.extensions.wrappers:ActionDelay
-    python ver_ppo.py --wrappers "notebooks.extensions.wrappers:Resize(height=84, width=84)"
-    python ver_ppo.py --wrappers "notebooks.extensions.wrappers:Hide(indices=(1, 3))"
+    python ver_ppo.py --wrappers "latency(mean_ms=20, spread=0.8)"
+    python ver_ppo.py --wrappers action_delay
+    python ver_ppo.py --wrappers "resize(height=84, width=84)"
+    python ver_ppo.py --wrappers "hide(indices=(1, 3))"
 
 Like Gymnasium's own, they record their arguments, so that `gymnasium.make(env.spec)` makes a
 wrapped environment anew.

@@ -159,11 +159,17 @@ class Trained:
         """The last value of a tag; 0 if there is none."""
         return float(self.curves[tag][1, -1]) if tag in self.curves else 0.0
 
-    def at(self, tag, steps_G):
-        """A curve's values at these steps; before its first point, that point's. Their mean is the
-        area under the curve."""
-        steps, values, _ = self.curves[tag]
-        return np.interp(steps_G, steps, values)
+    def over_time(self, tags):
+        """Points of these curves, one for each update: "steps"; "seconds" since the first rollout
+        began; and under each tag its values."""
+        steps, _, written_at = self.curves["charts/learning_rate"]
+        first_sec = sum(self.curves[f"time/{part}_sec"][1, 0] for part in ("rollout", "learning"))
+        seconds = written_at - written_at[0] + first_sec
+        found = {"steps": steps.astype(int).tolist(), "seconds": seconds.round(2).tolist()}
+        for tag in tags:
+            own_steps, values, _ = self.curves[tag]  # none before the first episode has ended
+            found[tag] = np.interp(steps, own_steps, values).round(4).tolist()
+        return found
 
     def thin(self, tags, points=60):
         """A few points of those of these curves that there are: tag -> [steps, values]."""

@@ -2,8 +2,9 @@
 
     learn.py tasks [TASK ...] [--seeds 1 2 3]     the README's first table; two hours on two cores
     learn.py published [TASK ...] [--jobs 2]      what others have published figures of; five hours
-    learn.py efficiency --folder F [--jobs 4]     what each sampler learns from equally many steps
-                                                  (VER figure 5), five seeds; an hour
+    learn.py minutes [--samplers sync ver]        success over minutes and over steps in a slow,
+                                                  uneven simulator (VER figures 4 and 5): samplers
+                                                  and seeds, one run at a time; two hours
     learn.py transfer --checkpoint FILE           what an agent is worth on Flee and Explore (DD-PPO
                                                   section 6); 24 runs of two minutes
     learn.py skills --folder F --checkpoint FILE  chained skills, with and without a base that
@@ -12,16 +13,14 @@
                                                   it was not told; 30 minutes
     learn.py equal                                how often equal members of a population take over
 
-FILE is the checkpoint.pt of a run of `pointnav`. Runs in --folder, and those of transfer that are
-kept already, are not repeated. Every run is a training by its command line.
+FILE is the checkpoint.pt of a run of `pointnav`. Runs in --folder, and those of minutes and
+transfer that are kept already, are not repeated. Every run is a training by its command line.
 
 tasks, published: what evaluations printed, and curves; of PointNav also 300 validation episodes,
 the same for all, that the finished policy played. Some tasks need `pip install
 "gymnasium[box2d,mujoco]" minigrid popgym`.
-efficiency: emulated uneven simulators (simulators.py), or samplers would hardly differ. Means of
-the last 100 training episodes on a grid of steps; area under the curve (its mean) and final value,
-each as the interquartile mean over the seeds, with its bootstrapped 95 % interval (Agarwal et al.
-2021).
+minutes: PointNav whose steps also sleep, 20 ms on average; everything else by default. Success and
+SPL of the last 100 training episodes, after each update. Use an otherwise idle machine.
 populations: in each trial four learning rates are drawn between powers of ten; the members of a
 population begin with them, and so do four runs on their own, and eight seeds have the tuned rate.
 The best of four is that whose last hundred training episodes were best.
@@ -70,7 +69,7 @@ CUE = "tests.envs:Cue-v0"
 POPGYM = "popgym:popgym-"
 DOORKEY = "minigrid:MiniGrid-DoorKey-5x5-v0"
 BLIND = "--wrappers \"gymnasium.wrappers:FilterObservation(filter_keys=['goal'])\""
-NO_VELOCITY = "--wrappers 'notebooks.extensions.wrappers:Hide(indices={})'"
+NO_VELOCITY = "--wrappers 'hide(indices={})'"
 SMALL = "--num-envs 16 --num-minibatches 4 --ent-coef 1e-2"  # the defaults when it was measured
 MORE_EPOCHS = "--update-epochs 10 --num-envs 16 --num-steps 64 --num-minibatches 4"
 ZOO = f"{MORE_EPOCHS} --gamma 0.9 --learning-rate 1e-3 --ent-coef 0"
@@ -189,73 +188,27 @@ def play_episodes(folder):
     return episodes
 
 
-# ------------------------------------------------------------------------------ Sample efficiency
+# ------------------------------------------------------------------------ What a minute teaches
 
-OF_EACH = "--device cpu --learner-threads 1 --eval-episodes 0"
-UNEVEN = {  # arguments, curves, steps
-    "CartPole-v1": (
-        "--env-id simulators:UnevenCartPole-v0 --num-envs 8 --num-workers 4 --num-steps 32"
-        " --num-minibatches 1 --update-epochs 10 --ent-coef 0 --gamma 0.98 --gae-lambda 0.8",
-        ("charts/episodic_return",),
-        100_000,
-    ),
-    "pointnav": (
-        "--env-id simulators:UnevenPointNav-v0 --num-envs 16 --num-workers 16 --num-steps 128"
-        " --num-minibatches 4 --ent-coef 1e-2",
-        ("metrics/success", "metrics/spl"),
-        300_000,
-    ),
-}
-MODES = "sync", "nover", "ver", "ver+overlap", "async"
-GRID = 50  # points of a curve
-RESAMPLES = 2000
+SLEEPING = "--env-id pointnav --wrappers 'latency(mean_ms=20, spread=0.8)' --eval-episodes 0"
+MINUTES_TAGS = "metrics/success", "metrics/spl"
 
 
-def efficiency(args):
-    """Train every mode from every seed, and summarize: task -> tag -> mode -> what was learned."""
-    found = {}
-    for task, (flags, tags, own_steps) in UNEVEN.items():
-        steps = args.steps or own_steps
-        flags = f"{OF_EACH} {flags}"
-        calls = []
-        for seed in args.seeds:
-            for mode in MODES:
-                how = f"{flags} {harness.SAMPLERS[mode]} --seed {seed} --total-timesteps {steps}"
-                place = args.folder / f"{task}-{steps}" / mode / str(seed)
-                calls.append(functools.partial(harness.train_once, how, place))
-        runs = harness.together(calls, args.jobs)
-        grid_G = np.linspace(0, steps, GRID + 1)[1:]
-        by_tag = {tag: {} for tag in tags}
-        for number, mode in enumerate(MODES):
-            for tag in tags:
-                curve_KG = np.stack([run.at(tag, grid_G) for run in runs[number :: len(MODES)]])
-                summary = {
-                    "curve": estimate(curve_KG),
-                    "area": estimate(curve_KG.mean(axis=1)),
-                    "final": estimate(curve_KG[:, -1]),
-                }
-                by_tag[tag][mode] = summary
-                print(task, tag, mode, summary["area"], summary["final"], flush=True)
-        found[task] = {"flags": flags, "steps": grid_G.tolist(), "tags": by_tag}
-    harness.keep(args, "efficiency", found=found)
-
-
-def interquartile_mean(values, axis):
-    """Mean of what is left when a quarter of the values, rounded down, is dropped at either end."""
-    count = values.shape[axis]
-    middle = range(count // 4, count - count // 4)
-    return np.sort(values, axis=axis).take(middle, axis=axis).mean(axis=axis)
-
-
-def estimate(values_KX):
-    """Interquartile mean over the K seeds, and its 95 % interval: percentiles over seeds that are
-    drawn with replacement."""
-    rng = np.random.default_rng(0)
-    drawn_RK = rng.integers(len(values_KX), size=(RESAMPLES, len(values_KX)))
-    means_RX = interquartile_mean(values_KX[drawn_RK], axis=1)
-    low, high = np.percentile(means_RX, (2.5, 97.5), axis=0)
-    found = {"iqm": interquartile_mean(values_KX, axis=0), "low": low, "high": high}
-    return {name: np.round(values, 4).tolist() for name, values in found.items()}
+def minutes(args):
+    """Train each sampler from each seed. All samplers of a seed come before the next seed, so that
+    a disturbance of the machine disturbs all of them."""
+    runs = harness.kept(args, "minutes").get("runs", {})
+    for seed in args.seeds:
+        for mode in args.samplers:
+            done = runs.setdefault(mode, [])
+            if seed in [run["seed"] for run in done]:
+                continue
+            how = f"{SLEEPING} {harness.SAMPLERS[mode]} --seed {seed}"
+            trained = harness.train(f"{how} --total-timesteps {args.steps or 250_000}")
+            done.append({"seed": seed, **trained.over_time(MINUTES_TAGS)})
+            harness.keep(args, "minutes", runs=runs)
+            last = {name: values[-1] for name, values in done[-1].items() if name != "seed"}
+            print(f"{mode}, seed {seed}: {last}", flush=True)
 
 
 # --------------------------------------------------------------------------------------- Transfer
@@ -449,7 +402,7 @@ def equal(args):
 BENCHMARKS = {
     "tasks": lambda args: learn_tasks(args, TASKS),
     "published": lambda args: learn_tasks(args, PUBLISHED),
-    "efficiency": efficiency,
+    "minutes": minutes,
     "transfer": transfer,
     "skills": skills,
     "populations": populations,
@@ -460,20 +413,22 @@ if __name__ == "__main__":
     parser = harness.command_line(__doc__)
     parser.add_argument("what", choices=BENCHMARKS)
     parser.add_argument("names", nargs="*", help="tasks, published: of these alone")
-    parser.add_argument("--seeds", type=int, nargs="+", help="1 2 3; efficiency: 1 to 5")
+    parser.add_argument("--seeds", type=int, nargs="+", help="1 2 3; minutes: 1 to 5")
+    three = ["sync", "nover", "ver"]
+    parser.add_argument("--samplers", nargs="+", choices=harness.SAMPLERS, default=three)
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
-    parser.add_argument("--folder", type=Path, help="efficiency, skills: where runs stay")
+    parser.add_argument("--folder", type=Path, help="skills: where runs stay")
     parser.add_argument("--checkpoint", type=Path, help="transfer, skills: of a run of `pointnav`")
     parser.add_argument("--trials", type=int, default=4, help="of populations")
     parser.add_argument("--episodes", type=int, default=100, help="skills: of each chain")
     parser.add_argument("--steps", type=int, help="in place of the benchmark's own number")
     parser.add_argument("--more", default="", help="more arguments for tasks, transfer and skills")
     args = parser.parse_args()
-    if args.what in ("efficiency", "skills") and not args.folder:
+    if args.what == "skills" and not args.folder:
         parser.error("give --folder")
     if args.what in ("transfer", "skills"):
         if not args.checkpoint:
             parser.error("give --checkpoint")
         args.checkpoint = args.checkpoint.resolve()
-    args.seeds = args.seeds or ([1, 2, 3, 4, 5] if args.what == "efficiency" else [1, 2, 3])
+    args.seeds = args.seeds or ([1, 2, 3, 4, 5] if args.what == "minutes" else [1, 2, 3])
     BENCHMARKS[args.what](args)

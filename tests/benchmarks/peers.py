@@ -57,7 +57,7 @@ ENV_ID = "simulators:PointNavSteady-v0"
 SIMULATORS = {  # wrappers that make a step take longer
     "built-in": (),
     "computes": ("simulators:Busy(cpu_ms=2)",),
-    "sleeps": ("notebooks.extensions.wrappers:Latency(mean_ms=20, spread=0.8)",),
+    "sleeps": ("latency(mean_ms=20, spread=0.8)",),
 }
 TWO = "--num_workers=2 --num_envs_per_worker=8 --worker_num_splits=2 --rollout=32"
 SIXTEEN = "--num_workers=16 --num_envs_per_worker=1 --worker_num_splits=1 --rollout=32"

@@ -62,7 +62,6 @@ class Uneven(gym.Wrapper):
 
 
 CARTPOLE = functools.partial(gym.make, "CartPole-v1", disable_env_checker=True)
-SMALL_POINTNAV = functools.partial(pointnav.PointNav, image_size=32)
 # episodes are scenes, some slower than others
 SCENES = functools.partial(gym.make, "tests.envs:Count-v0", limit=150, disable_env_checker=True)
 SIMULATORS = {
@@ -73,7 +72,6 @@ SIMULATORS = {
     "Navigation": (PointNavSteady, 10.0, (0.45, 0.1, 0.1)),
     "NavigationEven": (PointNavSteady, 10.0, (0.0, 0.0, 0.0)),
     "UnevenCartPole": (CARTPOLE, 1.0, (0.5, 0.5, 0.3)),
-    "UnevenPointNav": (SMALL_POINTNAV, 2.0, (0.5, 0.5, 0.3)),
     "Scenes": (SCENES, 100.0, (0.4, 0.0, 0.5)),
 }
 gym.register("PointNavSteady-v0", PointNavSteady)

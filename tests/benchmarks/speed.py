@@ -2,8 +2,6 @@
 
     speed.py samplers                     every sampler (table 1 of the VER paper); an hour
     speed.py feed-forward                 with the LSTM and without (table A2); 15 minutes
-    speed.py uneven                       every sampler on the uneven simulators from which learn.py
-                                          finds out what a step is worth; ten minutes
     speed.py latency --checkpoint FILE    collecting beside what 16 simulators' sleeping allows; a
                                           minute
     speed.py parts                        where the time of a step goes on four simulators, by
@@ -49,7 +47,6 @@ import time
 from datetime import datetime
 
 import harness
-import learn
 import numpy as np
 import torch
 from harness import SAMPLERS, ver_ppo
@@ -141,19 +138,6 @@ def feed_forward(args):
     harness.keep(args, "feed-forward", found=found)
 
 
-def uneven(args):
-    """Every sampler as it learns from uneven simulators (`learn.efficiency`)."""
-    found = {}
-    for task, (own, _, _) in learn.UNEVEN.items():
-        variants = {}
-        for mode in learn.MODES:
-            arguments = f"{learn.OF_EACH} {own} {SAMPLERS[mode]}"
-            variants[mode] = functools.partial(measure_rate, arguments, args.seconds)
-        rounds = harness.by_turns(variants, args.rounds)
-        found[task] = {mode: [results[mode]["sps"] for results in rounds] for mode in variants}
-        harness.keep(args, "uneven", found=found)
-
-
 # ----------------------------------------------------------------------------------- Parts, alone
 
 
@@ -208,7 +192,7 @@ def arrange(rollout, options):
             ver_ppo.pack(minibatch)
 
 
-SLEEPS = "notebooks.extensions.wrappers:Latency(mean_ms=20, spread=0.8)"
+SLEEPS = "latency(mean_ms=20, spread=0.8)"
 KINDS_OF_PARTS = {  # wrappers of PointNav; worker processes; simulators that run at once
     "built-in PointNav": ([], 0, CORES),
     "0.5 ms of a CPU more": (["simulators:Busy(cpu_ms=0.5)"], 0, CORES),
@@ -263,7 +247,7 @@ def measure_loop(arguments):
 def latency(args):
     """Steps per second of collecting as a share of what sleeping alone allows: the sum over
     environments of 1 / mean time of a step. Each has a process of its own."""
-    sleeps = "--wrappers 'notebooks.extensions.wrappers:Latency(mean_ms=20, spread=0.8)'"
+    sleeps = "--wrappers 'latency(mean_ms=20, spread=0.8)'"
     flags = f"{COMMON} --env-id pointnav --num-workers 16 {sleeps}"
     shares = []
     with harness.collecting(flags, args.checkpoint) as (_, source):
@@ -280,7 +264,7 @@ def latency(args):
 
 # ----------------------------------------------------------------------------- Workers, versions
 
-SLEEP = "--wrappers 'notebooks.extensions.wrappers:Latency(mean_ms=20, spread=0)'"
+SLEEP = "--wrappers 'latency(mean_ms=20, spread=0)'"
 KINDS = {  # slow ones have short rollouts, to fill some
     "CartPole-v1": "--env-id CartPole-v1",
     "built-in pointnav": "--env-id simulators:PointNavSteady-v0",
@@ -386,7 +370,6 @@ def measure_theirs(policy, steps, task):
 BENCHMARKS = {
     "samplers": samplers,
     "feed-forward": feed_forward,
-    "uneven": uneven,
     "latency": latency,
     "parts": parts,
     "workers": workers,
@@ -402,7 +385,7 @@ if __name__ == "__main__":
     parser.add_argument("--rollouts", type=int, default=10, help=of_run)
     parser.add_argument("--workloads", nargs="+", choices="abcd", default=list("abcd"))
     parser.add_argument("--checkpoint", type=os.path.abspath, help="of a run of `pointnav`")
-    timed = "uneven, workers, versions: of a run"
+    timed = "workers, versions: of a run"
     parser.add_argument("--seconds", type=float, default=20.0, help=timed)
     parser.add_argument("--variant", action="append", help="versions: folder and arguments")
     parser.add_argument("--data", type=os.path.abspath, help="habitat: scenes and episodes")

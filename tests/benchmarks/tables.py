@@ -116,19 +116,22 @@ def published_table():
     return [*table(head, rows), "", measured_at(learn.PUBLISHED)]
 
 
-def efficiency_table(kept):
-    """Area under the curves of learning, and their ends."""
+def minutes_table(kept):
+    """When the samplers reach a success, in minutes and in steps: mean and range of the seeds."""
     rows = []
-    for task, of_task in kept["found"].items():
-        for tag, by_mode in of_task["tags"].items():
-            digits = 0 if task == "CartPole-v1" else 3
-            for what in ("area", "final"):
-                row = [f"{task}, {draw.in_words(tag)}: {what}"]
-                for found in by_mode.values():
-                    numbers = {key: f"{value:.{digits}f}" for key, value in found[what].items()}
-                    row.append("{iqm} [{low}, {high}]".format(**numbers))
-                rows.append(row)
-    return table(["", *in_code(by_mode)], rows)
+    for sampler, runs in kept["runs"].items():
+        columns = {"steps/s": [run["steps"][-1] / run["seconds"][-1] for run in runs]}
+        for over, unit, words in (("seconds", 60, "minutes"), ("steps", 1000, "thousand steps")):
+            for height in (0.5, 0.8):
+                name = f"{words} to success {height}"
+                columns[name] = []
+                for run in runs:
+                    reached_at = draw.first_reached(run[over], run["metrics/success"], height)
+                    columns[name].append(reached_at / unit)
+        digits = {name: int(name.startswith("minutes")) for name in columns}
+        cells = [mean_and_range(values, digits[name]) for name, values in columns.items()]
+        rows.append([f"`{sampler}`", str(len(runs)), *cells])
+    return table(["", "seeds", *columns], rows)
 
 
 def transfer_table(kept):
@@ -232,14 +235,6 @@ def feed_forward_table(kept):
         rows.append([f"`{mode}`", *sps, *over_sync])
     head = ["steps/s with the LSTM", "without", "ratio to `sync` with the LSTM", "without"]
     return table(["", *head], rows)
-
-
-def uneven_table(kept):
-    """Steps per second of every sampler on the simulators of `efficiency`."""
-    rows = []
-    for task, sps in kept["found"].items():
-        rows.append([f"{task}: steps/s", *(spread(rates) for rates in sps.values())])
-    return table(["", *in_code(sps)], rows)
 
 
 def latency_table(kept):
@@ -364,7 +359,7 @@ def with_footer(make, *names):
 
 
 OF_FILES = {  # name: what makes the table, of which files
-    "efficiency": (efficiency_table, "efficiency"),
+    "minutes": (minutes_table, "minutes"),
     "transfer": (transfer_table, "transfer"),
     "chain": (chain_table, "rearrange"),
     "far": (far_table, "rearrange"),
@@ -372,7 +367,6 @@ OF_FILES = {  # name: what makes the table, of which files
     "evolution": (populations_table, *(f"evolution-{task}" for task in learn.POPULATIONS)),
     "samplers": (samplers_table, "samplers"),
     "feed-forward": (feed_forward_table, "feed-forward"),
-    "uneven": (uneven_table, "uneven"),
     "latency": (latency_table, "latency"),
     "parts": (parts_table, "parts"),
     "ranks": (ranks_table, "ranks"),
@@ -427,7 +421,7 @@ def draw_pictures():
         "scaling": draw.scaling_curves(draw.load_result("scaling")["found"]),
         "transfer": draw.transfer_curves(transfer, learn.TRANSFER_TASKS),
         "chain": draw.chain_and_distance(draw.load_result("rearrange")),
-        "sample_efficiency": draw.efficiency_curves(draw.load_result("efficiency")["found"]),
+        "minutes": draw.minutes_curves(draw.load_result("minutes")["runs"]),
         "population": draw.evolution(decisions),
     }
     for name, figure in figures.items():
