@@ -330,6 +330,28 @@ def test_cpc_learns_to_predict_by_the_actions():
     assert losses[False] < 0.75 * losses[True], losses
 
 
+def test_no_action_yet():
+    """At the start of an episode the previous action has a token of its own."""
+    policy = build({"goal": GOAL})
+    action_BA = torch.arange(4)[:, None]
+    known_BF = policy.embed(action_BA, torch.zeros(4, dtype=torch.bool))
+    token_BF = policy.embed(action_BA, torch.ones(4, dtype=torch.bool))
+    assert (token_BF == token_BF[0]).all()
+    assert (known_BF != token_BF).any(dim=1).all()
+
+
+@pytest.mark.parametrize("steps", [2, 40])
+def test_cpc_loss_is_a_mean(steps):
+    """A classifier that always answers 1 has the same loss in short sequences as in long ones."""
+    policy = build({"goal": GOAL}, policy="resnet18(cpc=True)", hidden_size=8)
+    policy.cpc.forward = lambda memory, features: torch.ones(memory.shape[:-1])
+    batch_sizes = torch.full((steps,), 3)
+    batch = {"action": torch.zeros(3 * steps, 1, dtype=torch.int64), "batch_sizes": batch_sizes}
+    memory, features = torch.randn(3 * steps, 8), torch.randn(3 * steps, 8)
+    loss = networks.cpc_loss(policy, features, memory, batch)
+    assert loss.item() == pytest.approx(np.log1p(np.exp(-1)) + np.log1p(np.exp(1)))
+
+
 def test_cpc_trains(tmp_path):
     """In a run its loss is logged, and falls; it goes with the papers' encoders and with
     overlap."""

@@ -48,16 +48,19 @@ def test_every_step_once(seed):
 @pytest.mark.parametrize("options", [{"lstm_layers": 1}, {"lstm_layers": 2}, {"lstm_layers": 0}])
 def test_packed_lstm_is_stepping(options):
     """The network over packed sequences gives what stepping gave while collecting, step by step,
-    whatever the cuts: PPO's first ratios are 1, those of carried-over steps (of the same weights
-    here) included."""
+    whatever the order and the cuts: PPO's first ratios are 1, those of carried-over steps (of the
+    same weights here) included. A tail of a cut sequence needs the state before its own first
+    step, also if its mini-batch has an earlier sequence of that environment."""
     seconds, endings = [1.0, 1.7, 2.3, 3.1, 6.1], {8: "terminated", 5: "truncated"}
     workers = VirtualWorkers(5, lambda e, step: seconds[e], lambda e, step: endings.get(step % 9))
     policy, rollout, c = build(workers, 5, 12, **options)
     for c.version in range(3):
         c.collect(rollout)
     assert (rollout["sent_at"] < rollout.started_at).any()
-    for count in (1, 2, 5, 12):
+    rng = np.random.default_rng(0)
+    for count in (1, 2, 2, 5, 5, 12):
         sequences = ver_ppo.find_sequences(rollout["segment"], rollout["first"])
+        sequences = [sequences[q] for q in rng.permutation(len(sequences))]
         for minibatch in ver_ppo.cut_minibatches(sequences, count):
             batch = ver_ppo.make_batch(rollout, minibatch)
             with torch.no_grad():
