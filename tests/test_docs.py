@@ -3,12 +3,10 @@ the code stays small."""
 
 import ast
 import doctest
-import operator
 import re
 import subprocess
 import sys
 from dataclasses import fields
-from types import SimpleNamespace
 
 import pytest
 
@@ -34,10 +32,9 @@ from tests.helpers import ROOT
 pytestmark = pytest.mark.quick
 
 SOURCE = (ROOT / "ver_ppo.py").read_text()
-PAGES = (ROOT / "README.md").read_text() + (ROOT / "notebooks" / "MANUAL.md").read_text()
-ROWS = re.findall(
-    r"^\| (.+) \| (`.+`) \| (.+) \| \[(\w+)\]\((?:\.\./)?(tests/\w+\.py)\) \|$", PAGES, re.M
-)
+DETAILS = (ROOT / "notebooks" / "DETAILS.md").read_text()
+# "`name`", path and line of each link to a function, a class or a test
+LINKS = re.findall(r"\[`([\w.]+)`\]\(([\w/.]+\.py)#L(\d+)\)", DETAILS)
 ENVIRONMENTS = [habitat, pointnav, rearrange, tasks]
 EXTENSIONS = [chain, controller, networks, overlap, play, population, trace, transfer]
 EXTENSIONS += [virtual_clock, virtual_ranks, wrappers]
@@ -47,26 +44,43 @@ MODULES = pytest.mark.parametrize(
 )
 
 
-def test_tables_of_mechanisms():
-    """The README's and the manual's have a row for each, and no line that is none."""
-    header = "| mechanism | function | paper | test |\n|---|---|---|---|\n"
-    _, *tables = PAGES.split(header)
-    lengths = [len(table.split("\n\n")[0].splitlines()) for table in tables]
-    assert len(ROWS) == sum(lengths) >= 40 and len(lengths) == 2
-    assert len({mechanism for mechanism, *_ in ROWS}) == len(ROWS)
+def test_links_to_code():
+    """Every link of the details leads to the line that defines what it names."""
+    assert len(LINKS) > 150
+    wrong = []
+    for name, path, line in LINKS:
+        lines = (ROOT / "notebooks" / path).read_text().splitlines()
+        last = name.split(".")[-1]
+        if not re.match(rf" *(def|class) {last}\b", lines[int(line) - 1]):
+            wrong.append(f"{name} in {path}")
+    assert wrong == [], "run python tests/benchmarks/tables.py"
 
 
-@pytest.mark.parametrize(
-    "mechanism, functions, section, test, file", ROWS, ids=[row[0] for row in ROWS]
-)
-def test_mechanism(mechanism, functions, section, test, file):
-    """Every function and every test that a row names exists."""
-    beside = {module.__name__.split(".")[-1]: module for module in BESIDE}
-    homes = ver_ppo, ver_multigpu, SimpleNamespace(**beside)
-    for name in re.findall(r"`([\w.]+)`", functions):
-        home = [home for home in homes if hasattr(home, name.split(".")[0])][0]
-        assert callable(operator.attrgetter(name)(home)), name
-    assert f"\ndef {test}(" in (ROOT / file).read_text(), test
+def test_details():
+    """Thirty, numbered in order; each has an anchor, the paper's words, our functions, the silent
+    failure, a test, and the authors' code with its lines."""
+    anchors = re.findall(r'^<a id="([\w-]+)"></a>\n### (\d+)\. ', DETAILS, re.M)
+    assert [int(number) for _, number in anchors] == list(range(1, 31))
+    assert len({anchor for anchor, _ in anchors}) == 30
+    for detail in re.split(r"\n### \d+\. ", DETAILS.split("\n## Five faults")[0])[1:]:
+        parts = dict(re.findall(r"^- \*\*(.+?)\*\*(.+?)(?=\n- \*\*|\n\n|\Z)", detail, re.M | re.S))
+        assert list(parts) == ["Paper.", "Here.", "Silent failure.", "Test.", "The authors' code"]
+        assert ".py#L" in parts["Here."]
+        assert re.match(r"\s\[`test_\w+`\]", parts["Test."])
+        assert re.search(r"\.py:\d+", parts["The authors' code"]), detail
+        assert re.search(r"\b(Ran|Read)\b", parts["The authors' code"]), detail
+    for key in re.findall(r"\]\[([\w-]+)\]", DETAILS):
+        assert f"\n[{key}]: https://github.com/" in DETAILS, key
+
+
+def test_mechanisms():
+    """The table of mechanisms has a function and a test in every row."""
+    table = DETAILS.split("| mechanism | function | paper | test |\n|---|---|---|---|\n")[1]
+    rows = table.split("\n\n")[0].splitlines()
+    assert len(rows) >= 40
+    for row in rows:
+        _, name, function, _, test, _ = row.split("|")
+        assert re.search(r"\.py#L\d+", function) and re.search(r"`test_\w+`", test), name
 
 
 def test_members_of_a_run():

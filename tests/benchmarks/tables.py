@@ -2,11 +2,14 @@
 none of these figures is typed. Seconds.
 
     tables.py                          writes what stands between <!-- results: NAME --> and
-                                       <!-- end of results -->, draws the pictures
+                                       <!-- end of results -->, and the lines of links to
+                                       functions; draws the pictures
     tables.py --check                  writes nothing; says whether the tables are up to date
     tables.py film RUN_FOLDER          draws agent.gif: what a trained PointNav agent does
 """
 
+import ast
+import functools
 import itertools
 import re
 import sys
@@ -23,7 +26,9 @@ from PIL import Image
 from notebooks import draw
 from notebooks.extensions import play
 
-PAGES = [ROOT / f"{name}.md" for name in ("README", "notebooks/MANUAL", "notebooks/MEASURED")]
+NAMES = "README", "notebooks/MANUAL", "notebooks/MEASURED", "notebooks/DETAILS"
+PAGES = [ROOT / f"{name}.md" for name in NAMES]
+LINK = re.compile(r"\[`([\w.]+)`\]\(([\w/.]+\.py)#L\d+\)")
 MARKS = re.compile(r"(<!-- results: ([\w-]+) -->\n).*?(<!-- end of results -->)", re.DOTALL)
 PICTURES = ROOT / "notebooks" / "pictures"
 
@@ -387,8 +392,30 @@ def make_table(name):
     return "\n".join(lines) + "\n"
 
 
-def write_tables(text):
-    """The text of a page, with everything between marks made anew."""
+@functools.cache
+def lines_of(path):
+    """The lines at which functions, methods and classes of a file begin, by their names."""
+    found = {}
+
+    def look(body, prefix):
+        for each in body:
+            if isinstance(each, (ast.FunctionDef, ast.ClassDef)):
+                found[prefix + each.name] = each.lineno
+                look(each.body, f"{prefix}{each.name}.")
+
+    look(ast.parse(path.read_text()).body, "")
+    return found
+
+
+def write_page(page):
+    """The text of a page, with everything between marks made again, and with the lines to which its
+    links to functions lead today."""
+
+    def write_link(found):
+        name, path = found.groups()
+        return f"[`{name}`]({path}#L{lines_of((page.parent / path).resolve())[name]})"
+
+    text = LINK.sub(write_link, page.read_text())
     return MARKS.sub(lambda found: found[1] + make_table(found[2]) + found[3], text)
 
 
@@ -399,7 +426,7 @@ def check_tables():
     known = sorted({*LEARNED, *OF_FILES})
     if marks != known:
         return [f"the pages have places for {marks}; there are {known}"]
-    changed = [page for page, text in texts.items() if write_tables(text) != text]
+    changed = [page for page, text in texts.items() if write_page(page) != text]
     return [f"{page}: would change; run tables.py" for page in changed]
 
 
@@ -473,4 +500,4 @@ if __name__ == "__main__":
     else:
         draw_pictures()
         for page in PAGES:
-            page.write_text(write_tables(page.read_text()))
+            page.write_text(write_page(page))
