@@ -42,6 +42,7 @@ from tests.takeovers import equal_policies
 
 # ------------------------------------------------------------------------------ Tasks, and others'
 
+
 class Task(NamedTuple):
     """What is learned, for how many thousand steps, with which more options; what the tables call
     it ({}: environment and steps); what others have published."""

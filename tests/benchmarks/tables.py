@@ -394,13 +394,14 @@ def make_table(name):
 
 @functools.cache
 def lines_of(path):
-    """The lines at which functions, methods and classes of a file begin, by their names."""
+    """The lines at which functions, methods and classes of a file begin, by their names, with the
+    module's name before them and without."""
     found = {}
 
     def look(body, prefix):
         for each in body:
             if isinstance(each, (ast.FunctionDef, ast.ClassDef)):
-                found[prefix + each.name] = each.lineno
+                found[prefix + each.name] = found[f"{path.stem}.{prefix}{each.name}"] = each.lineno
                 look(each.body, f"{prefix}{each.name}.")
 
     look(ast.parse(path.read_text()).body, "")
