@@ -1,0 +1,108 @@
+"""The traces that timeline.html plays: what the shipped collection code does under the virtual
+clock, for every combination of the settings below.
+
+    python -m notebooks.extensions.timeline     writes them into notebooks/timeline.html
+"""
+
+import itertools
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+
+from notebooks.extensions.virtual_clock import run
+from ver_ppo import importance_weights
+
+PAGE = Path(__file__).parents[1] / "timeline.html"
+DATA = re.compile(
+    r'(<script id="traces" type="application/json">\n)(.*?)(\n</script>)', re.DOTALL
+)
+UNIT_SEC = 0.05  # of all times in a trace
+SETTINGS = {
+    "sampler": ["sync", "nover", "ver", "async"],
+    "between": [0.0, 0.4, 0.8],  # log-normal spread (sigma) of step times between environments
+    "within": [0.0, 0.4, 0.8],  # and within an environment
+    "learning": [1, 4],  # seconds
+    "envs": [4, 8],
+    "steps": [4, 8],
+}
+UPDATES = 3
+INFERENCE_SEC = 0.05  # of a batch
+
+
+def step_times(num_envs, between, within):
+    """Seconds of 200 steps of each environment: log-normal with mean 1."""
+    rng = np.random.default_rng(9)
+    own_N1 = rng.lognormal(-(between**2) / 2, between, (num_envs, 1))
+    return own_N1 * rng.lognormal(-(within**2) / 2, within, (num_envs, 200))
+
+
+def trace(sampler, between, within, learning, envs, steps):
+    """Three rollouts with these settings.
+
+    Returns the steps of each environment as [begin, length, rollout, age]: times in units of
+    UNIT_SEC, the rollout that learns from the step (-1: none of the three), and the number of
+    updates between its action and this rollout. And when the learner learns, and four numbers.
+    """
+    seconds_NK = step_times(envs, between, within)
+    learned_from = {}  # (environment, number of its step) -> (rollout, age)
+    weights = []
+
+    def note(rollout):
+        number = len(weights)
+        weights.append(importance_weights(rollout["segment"], envs).sum())
+        for e, reward, version in zip(rollout["env"], rollout["reward"], rollout["version"]):
+            step = round(1000 * (float(reward) - int(e)))  # `virtual_clock.reward_of`
+            learned_from[int(e), step] = number, number - int(version)
+
+    costs = {"inference_sec": INFERENCE_SEC, "learning_sec": learning}
+    how = sampler, lambda e, k: seconds_NK[e, k], envs, steps, UPDATES
+    learned, ended_sec, spans, phases = run(*how, **costs, learn=note)
+    lanes = [[] for _ in range(envs)]
+    busy_sec = 0.0
+    for e, begin_sec, sec in spans:
+        if begin_sec < ended_sec:
+            number, age = learned_from.get((e, len(lanes[e])), (-1, 0))
+            lanes[e].append([round(begin_sec / UNIT_SEC), round(sec / UNIT_SEC), number, age])
+            busy_sec += min(sec, ended_sec - begin_sec)
+    numbers = {
+        "steps_per_sec": learned / ended_sec,
+        "weighted_per_sec": sum(weights) / ended_sec,
+        "waiting": 1 - busy_sec / (envs * ended_sec),
+        "age": np.mean([age for _, age in learned_from.values()]),
+    }
+    return {
+        "lanes": lanes,
+        "learner": [[round(begin / UNIT_SEC), round(sec / UNIT_SEC)] for begin, sec in phases],
+        "numbers": {name: round(float(value), 2) for name, value in numbers.items()},
+    }
+
+
+def traces():
+    """All of them, by their settings as text, as in "ver 0.4 0.8 1 4 8"."""
+    found = {}
+    for setting in itertools.product(*SETTINGS.values()):
+        found[" ".join(map(str, setting))] = trace(*setting)
+    return found
+
+
+def data():
+    """The page's data: JSON, a line for each trace."""
+    lines = [f"{json.dumps(key)}: {compact(one)}" for key, one in traces().items()]
+    settings = json.dumps({"settings": SETTINGS, "unit_sec": UNIT_SEC})
+    return f'{settings[:-1]}, "traces": {{\n' + ",\n".join(lines) + "\n}}"
+
+
+def compact(value):
+    """JSON without spaces."""
+    return json.dumps(value, separators=(",", ":"))
+
+
+def write():
+    """The text of the page with its data made again."""
+    return DATA.sub(lambda found: found[1] + data() + found[3], PAGE.read_text())
+
+
+if __name__ == "__main__":
+    PAGE.write_text(write())
