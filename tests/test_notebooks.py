@@ -380,7 +380,7 @@ def test_legends_in_grey():
         "compare_samplers": draw.compare_samplers(seconds_NK, 4, 2, 0.05, 1.0),
         "scaling_curves": draw.scaling_curves(draw.load_result("scaling")["found"]),
         "learning_curves": draw.learning_curves(learned),
-        "efficiency_curves": draw.efficiency_curves(draw.load_result("efficiency")["found"]),
+        "minutes_curves": draw.minutes_curves(draw.load_result("minutes")["runs"]),
         "transfer_curves": draw.transfer_curves(transfer, dict.fromkeys(transfer, "return")),
         "evolution": draw.evolution(decisions),
         "chain_view": draw.chain_and_distance(draw.load_result("rearrange")),
