@@ -62,7 +62,7 @@ def test_details():
     anchors = re.findall(r'^<a id="([\w-]+)"></a>\n### (\d+)\. ', DETAILS, re.M)
     assert [int(number) for _, number in anchors] == list(range(1, 31))
     assert len({anchor for anchor, _ in anchors}) == 30
-    for detail in re.split(r"\n### \d+\. ", DETAILS.split("\n## Five faults")[0])[1:]:
+    for detail in re.split(r"\n### \d+\. ", DETAILS.split("\n## Six faults")[0])[1:]:
         parts = dict(re.findall(r"^- \*\*(.+?)\*\*(.+?)(?=\n- \*\*|\n\n|\Z)", detail, re.M | re.S))
         assert list(parts) == ["Paper.", "Here.", "Silent failure.", "Test.", "The authors' code"]
         assert ".py#L" in parts["Here."]
