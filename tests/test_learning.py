@@ -293,10 +293,19 @@ def test_rewards_of_any_size(tmp_path):
     assert not torch.allclose(saved[0]["actor.weight"], saved[1]["actor.weight"], atol=1e-3)
 
 
+def test_bfloat16_is_refused(monkeypatch):
+    """Where the CPU would only emulate it."""
+    options = ver_ppo.Options(hidden_size=8, device="cpu")
+    monkeypatch.setattr(networks, "computes_bf16", lambda device: True)
+    assert networks.ResNet18(SPEC, options, bf16=True).bf16
+    monkeypatch.setattr(networks, "computes_bf16", lambda device: False)
+    with pytest.raises(ver_ppo.UserError, match="cpu has no instructions for bfloat16"):
+        networks.ResNet18(SPEC, options, bf16=True)
+
+
 def test_bfloat16():
-    """bf16 (allowed on CUDA only, tried here on the CPU) is for the encoders: what they give is
-    float32 again, and close; so learning finds the log-probabilities and values that acting
-    found."""
+    """bf16 is for the encoders: what they give is float32 again, and close; so learning finds the
+    log-probabilities and values that acting found."""
     policy = networks.ResNet18(SPEC, ver_ppo.Options(hidden_size=8))
     inputs = (
         {"obs": torch.randn(9, 4)},

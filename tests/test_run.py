@@ -610,7 +610,6 @@ BAD_INPUT = {
     "--checkpoint nowhere.pt": "no checkpoint nowhere.pt",
     "--resume nowhere": "no checkpoint",
     "--policy resnet18 --env-kwargs image_size=32": "64 x 64",
-    "--policy resnet18(bf16=True)": "bf16 needs a CUDA device",
     "--policy resnet18(depth=3)": "takes other arguments, it is ResNet18(spec, options",
     "--extensions no_such_module:Overlap": "no_such_module",
     "--extensions json:dumps": "must be a subclass of ver_ppo.Run",

@@ -5,9 +5,11 @@
 
 Images go through a backbone, goal and other vectors through one linear layer to 32 features, as in
 DD-PPO. `cpc`: the memory must predict what the next actions show. `bf16`: backbones compute in
-bfloat16, on CUDA only. Shapes as in ver_ppo.py; P starts, F futures of each, T steps ahead, N
-negatives of each future.
+bfloat16, on GPUs and on CPUs that have instructions for it. Shapes as in ver_ppo.py; P starts, F
+futures of each, T steps ahead, N negatives of each future.
 """
+
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -152,14 +154,20 @@ class LinearVector(ver_ppo.Vector):
         self.layers = orthogonal(nn.Linear(self.in_features, 32))
 
 
+def computes_bf16(device):
+    """Whether a device has instructions for bfloat16: a GPU, or a CPU that says so."""
+    flags = set(Path("/proc/cpuinfo").read_text().split())
+    return device.startswith("cuda") or bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})
+
+
 class ResNetPolicy(ver_ppo.Policy):
     """The usual policy with residual encoders. Raises UserError for images below 64 x 64."""
 
     backbone = BACKBONES["resnet18"]
 
     def __init__(self, spec, options, cpc=False, bf16=False):
-        if bf16 and not options.device.startswith("cuda"):
-            raise UserError(f"bf16 needs a CUDA device, this run uses {options.device}")
+        if bf16 and not computes_bf16(options.device):
+            raise UserError(f"bf16: this {options.device} has no instructions for bfloat16")
         super().__init__(spec, options)
         self.bf16 = bf16
         self.cpc = ContrastivePrediction(self.features, options.hidden_size) if cpc else None
