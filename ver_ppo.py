@@ -1815,7 +1815,10 @@ def count_workers(options, spec):
     cores = count_cores()
     waits = spec.step_sec / max(spec.cpu_sec, 1e-6)  # 1: never
     share = spec.step_sec / (spec.step_sec + INFERENCE_SEC)
-    workers = min(options.num_envs, MAX_WORKERS, max(1, round(cores * waits * share)))
+    most = min(options.num_envs, MAX_WORKERS)
+    workers = min(most, max(1, round(cores * waits * share)))
+    if waits > 2 and workers > options.num_envs / 2:
+        workers = most  # else some would have two environments, and be half as fast as the rest
     return workers, f"{step}, {1000 * spec.cpu_sec:.2g} of a CPU; {cores} cores"
 
 

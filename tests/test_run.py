@@ -484,6 +484,7 @@ class Clocks:
         (0.02, 0.0, 16),  # it sleeps
         (0.02, 0.01, 16),
         (0.02, 0.25, 8),
+        (0.02, 0.14, 16),  # 14 would do; but two of them would have two environments
         (0.02, 3.0, 1),  # more than one thread
         (5.0, 0.0, 16),
     ],
