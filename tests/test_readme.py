@@ -16,7 +16,7 @@ import ver_ppo
 from notebooks.extensions import population
 from tests.helpers import ROOT
 
-NAMES = "MANUAL", "DOORS", "MEASURED", "README", "QUESTIONS", "COURSE", "FROM_HABITAT"
+NAMES = "MANUAL", "DOORS", "MEASURED", "README", "QUESTIONS", "COURSE", "FROM_HABITAT", "DETAILS"
 OF_NOTEBOOKS = [f"notebooks/{name}.md" for name in NAMES]
 PAGES = {path: (ROOT / path).read_text() for path in ("README.md", *OF_NOTEBOOKS)}
 README = PAGES["README.md"]
