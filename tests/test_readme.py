@@ -62,6 +62,8 @@ def test_links(page):
         file, _, heading = link.partition("#")
         path = (ROOT / page).parent / file if file else ROOT / page
         assert path.exists(), link
+        if re.fullmatch(r"L\d+", heading):
+            continue  # a line of code: see test_docs.py
         text = path.read_text() if heading else ""
         titles = re.findall(r"^#+ (.*)", text, re.M)
         known = [re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles]
