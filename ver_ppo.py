@@ -151,8 +151,8 @@ class Options:
     device: str = "auto"  # `cpu`, `cuda`, `cuda:1`, ...; auto: CUDA where there is a GPU
     # CPU threads while learning; auto: one per core, at most 4; one if others need the cores
     learner_threads: int | Literal["auto"] = "auto"
-    # learn the entropy coefficient so that the entropy stays above this (VER: above 0, for
-    # continuous actions)
+    # learn the entropy coefficient so that the entropy stays above this (VER: 0, with continuous
+    # actions)
     target_entropy: float | None = None
 
     eval_episodes: int = 200  # episodes of the evaluation (0: none)
@@ -2589,7 +2589,7 @@ def play_episodes(policy, spec, options):
         torch.manual_seed(options.seed)
         collector = Collector(policy, workers, io, spec, options)
         collector.greedy = options.greedy
-        # no step is kept: `in_flight_N` is False until an environment's first action, and no more
+        # no step is kept: here `in_flight_N` says only if an environment has had its first action
         while (played_N < share_N).any():
             env_B = collector.await_answers(room=num_envs)
             ended_B = collector.in_flight_N[env_B] & io["first"][env_B] & ~io["lost"][env_B]

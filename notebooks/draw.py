@@ -17,6 +17,7 @@ sys.path.insert(0, str(ROOT))  # for notebooks, which run in their own folder
 from notebooks.environments.pointnav import SUCCESS_M  # noqa: E402
 from notebooks.environments.rearrange import STARTS_M  # noqa: E402
 from notebooks.extensions import virtual_clock  # noqa: E402
+from notebooks.extensions.virtual_clock import step_times  # noqa: E402, F401
 from ver_ppo import importance_weights  # noqa: E402
 
 # Okabe and Ito's colours: they differ for the colour-blind, and on white and on grey
@@ -205,14 +206,6 @@ def lanes(axis, spans, title):
             axis.text(begin + sec / 2, lane, word, clip_on=True, **style)
     axis.set(yticks=range(len(spans)), yticklabels=list(spans), ylim=(len(spans) - 0.5, -0.5))
     axis.set_title(title, fontsize=10, loc="left")
-
-
-def step_times(num_envs, sigma_env, sigma_step, seed=9):
-    """Seconds of 4,000 steps of each environment: log-normal with mean 1, their spread between and
-    within environments."""
-    rng = np.random.default_rng(seed)
-    slow_N1 = rng.lognormal(-(sigma_env**2) / 2, sigma_env, (num_envs, 1))
-    return slow_N1 * rng.lognormal(-(sigma_step**2) / 2, sigma_step, (num_envs, 4000))
 
 
 def compare_samplers(seconds_NK, num_steps, updates, inference_sec, learning_sec, height=8.0):

@@ -405,15 +405,12 @@ def test_a_step_that_was_not_told(sent):
     assert row["final_obs"] == shown and row["first"] and row["episode"] == 2
 
 
-LATENCY = "latency"
-
-
 def test_latency(monkeypatch):
     """Latency sleeps its mean; its spread is log-normal with this mean."""
     slept = []
     monkeypatch.setattr(ver_ppo.time, "sleep", slept.append)
     for number, sigma in enumerate((0.0, 0.5, 0.8)):
-        wrappers = (f"{LATENCY}(mean_ms=20.0, spread={sigma})",)
+        wrappers = (f"latency(mean_ms=20.0, spread={sigma})",)
         options = ver_ppo.Options(env_id="tests.envs:Count-v0", wrappers=wrappers)
         env = ver_ppo.make_env(options, "train", number)
         env.reset()
@@ -430,7 +427,7 @@ def test_latency_has_its_own_seed(monkeypatch):
     slept, offsets = [], []
     monkeypatch.setattr(ver_ppo.time, "sleep", slept.append)
     for number in (0, 1, 0):
-        environment, io = make_environment("tests.envs:Count-v0", number, wrappers=(LATENCY,))
+        environment, io = make_environment("tests.envs:Count-v0", number, wrappers=("latency",))
         slept.clear()
         for _ in range(15):  # the start, and two episodes of 7 steps
             environment.answer()
@@ -438,14 +435,14 @@ def test_latency_has_its_own_seed(monkeypatch):
         offsets.append([*slept])
     assert offsets[0] == offsets[2] and not set(offsets[0]) & set(offsets[1])
     plain = ver_ppo.make_env(ver_ppo.Options(env_id="tests.envs:Count-v0"))
-    slow = ver_ppo.make_env(ver_ppo.Options(env_id="tests.envs:Count-v0", wrappers=(LATENCY,)))
+    slow = ver_ppo.make_env(ver_ppo.Options(env_id="tests.envs:Count-v0", wrappers=("latency",)))
     np.testing.assert_array_equal(plain.reset(seed=7)[0], slow.reset(seed=7)[0])
 
 
 @pytest.mark.parametrize("words", ["mean_ms=-1", "spread=-0.1", "mean_ms='long'", "sleep=3"])
 def test_bad_latency(tmp_path, capsys, words):
     """Refused in one line."""
-    args = small(tmp_path, "--env-id", "tests.envs:Count-v0", "--wrappers", f"{LATENCY}({words})")
+    args = small(tmp_path, "--env-id", "tests.envs:Count-v0", "--wrappers", f"latency({words})")
     one_line(capsys, args, words.split("=")[0])
     assert run_folders(tmp_path) == []
 

@@ -18,7 +18,8 @@ INLINE = "env-id pointnav/8/depth pointnav/16/rgb pointnav/33/depth pointnav/64/
 INLINE += " tests.envs:Everything-v0 tests.envs:Continuous-v0 tests.envs:Cue-v0"
 INLINE += """
     num-envs 1 2 3, num-steps 1 2 7 16, sampler ver nover sync
-    num-minibatches 1 2 4, update-epochs 1 3, wrappers Latency Delay Latency+Delay
+    num-minibatches 1 2 4, update-epochs 1 3
+    wrappers latency(mean_ms=0.1) action_delay latency(mean_ms=0.1)+action_delay
     lstm-layers 0 1 2, hidden-size 2 8, norm-adv no
     policy resnet18 resnet18(cpc=True) tests.envs:Wide
     gamma 0 1, gae-lambda 0 1, ent-coef 0 0.1, target-entropy None 0 0.5, vf-coef 0 1
@@ -27,10 +28,6 @@ INLINE += """
     max-worker-restarts 0 3, debug yes
 """
 REMOTE = "num-workers 1 2 auto, sampler ver nover sync, extensions overlap async"
-WRAPPERS = {
-    "Latency": "latency(mean_ms=0.1)",
-    "Delay": "action_delay",
-}
 BAD = """
     num-envs 0 -3 1025, num-steps 0, num-workers -1 1000, num-minibatches 0 999
     hidden-size 0, lstm-layers -1
@@ -70,7 +67,7 @@ def run(options):
     if camera:
         args += ["--env-kwargs", "image_size={}".format(camera[0]), "camera={}".format(camera[1])]
     if "wrappers" in options:
-        args += ["--wrappers", *(WRAPPERS[name] for name in options.pop("wrappers").split("+"))]
+        args += ["--wrappers", *options.pop("wrappers").split("+")]
     for name, value in options.items():
         args += {"yes": [f"--{name}"], "no": [f"--no-{name}"]}.get(value, [f"--{name}", value])
     with (

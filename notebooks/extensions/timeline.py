@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from notebooks.extensions.virtual_clock import run
+from notebooks.extensions.virtual_clock import run, step_times
 from ver_ppo import importance_weights
 
 PAGE = Path(__file__).parents[1] / "timeline.html"
@@ -31,13 +31,6 @@ UPDATES = 3
 INFERENCE_SEC = 0.05  # of a batch
 
 
-def step_times(num_envs, between, within):
-    """Seconds of 200 steps of each environment: log-normal with mean 1."""
-    rng = np.random.default_rng(9)
-    own_N1 = rng.lognormal(-(between**2) / 2, between, (num_envs, 1))
-    return own_N1 * rng.lognormal(-(within**2) / 2, within, (num_envs, 200))
-
-
 def trace(sampler, between, within, learning, envs, steps):
     """Three rollouts with these settings.
 
@@ -45,7 +38,7 @@ def trace(sampler, between, within, learning, envs, steps):
     UNIT_SEC, the rollout that learns from the step (-1: none of the three), and the number of
     updates between its action and this rollout. And when the learner learns, and four numbers.
     """
-    seconds_NK = step_times(envs, between, within)
+    seconds_NK = step_times(envs, between, within, num_steps=200)
     learned_from = {}  # (environment, number of its step) -> (rollout, age)
     weights = []
 

@@ -14,6 +14,14 @@ OBSERVATION = {"obs": spaces.Box(-np.inf, np.inf, (4,), np.float32)}
 SPEC = ver_ppo.EnvSpec(OBSERVATION, spaces.Discrete(3), ())
 
 
+def step_times(num_envs, sigma_env, sigma_step, seed=9, num_steps=4000):
+    """Seconds of each environment's steps: log-normal with mean 1, with these spreads between and
+    within environments. N x `num_steps`."""
+    rng = np.random.default_rng(seed)
+    slow_N1 = rng.lognormal(-(sigma_env**2) / 2, sigma_env, (num_envs, 1))
+    return slow_N1 * rng.lognormal(-(sigma_step**2) / 2, sigma_step, (num_envs, num_steps))
+
+
 class VirtualWorkers:
     """Same interface as ver_ppo.Workers. `duration(e, step)` says how long each step of environment
     e takes (step -1: its start), `ending(e, step)` how it ends: "terminated", "truncated" or None.

@@ -26,6 +26,8 @@ import harness
 import torch
 from harness import ver_ppo
 
+from notebooks.extensions import networks
+
 POINTNAV = "--env-id pointnav --env-kwargs simulator=builtin"
 VARIANTS = {
     "default": "",
@@ -108,7 +110,7 @@ def measure(args):
     found = {}
     for name, more in VARIANTS.items():
         arguments = f"{common} {more}"
-        if args.device == "cpu" and "bf16" in more:
+        if "bf16" in more and not networks.computes_bf16(args.device):
             continue
         ranks = 1 if name == "one rank" else 0
         rate = functools.partial(measure_rate, arguments, args.seconds, ranks)

@@ -247,8 +247,7 @@ def measure_loop(arguments):
 def latency(args):
     """Steps per second of collecting as a share of what sleeping alone allows: the sum over
     environments of 1 / mean time of a step. Each has a process of its own."""
-    sleeps = "--wrappers 'latency(mean_ms=20, spread=0.8)'"
-    flags = f"{COMMON} --env-id pointnav --num-workers 16 {sleeps}"
+    flags = f"{COMMON} --env-id pointnav --num-workers 16 --wrappers '{SLEEPS}'"
     shares = []
     with harness.collecting(flags, args.checkpoint) as (_, source):
         for rollout in itertools.islice(source, args.rounds + 1):
