@@ -70,16 +70,16 @@ def alike(right, answer, tolerance):
 
 
 def match(predicted, computed, tolerance=1e-6):
-    """Print whether the computed numbers are those that were predicted, but for this relative
-    difference. Raises AssertionError if not."""
+    """Compare numbers that were predicted with those that were computed, and print one line.
+    Raises AssertionError, with both, if they differ by more than this relative tolerance."""
     predicted = np.asarray(predicted)
     computed = np.asarray(computed)
-    same = alike(predicted, computed, tolerance)
     with np.printoptions(**ROUNDED):
-        print(f"predicted {predicted}\ncomputed  {computed}")
-    size = f" ({predicted.size} numbers)" if predicted.size > 12 else ""
-    print(f"match: {same}{size}")
-    assert same
+        both = f"predicted {predicted}\ncomputed  {computed}"
+    assert alike(predicted, computed, tolerance), both
+    numbers = "1 number" if predicted.size == 1 else f"{predicted.size} numbers"
+    within = f", within {tolerance:.0%}" if tolerance >= 0.01 else ""
+    print(f"\N{CHECK MARK} {numbers}{within}")
 
 
 def fault(answer, right, tolerance):
@@ -138,17 +138,17 @@ def check_cases(fault_of, cases):
     print("exercise: right")
 
 
-def compare_guess(guess, value, unit):
-    """Print how far the reader's guess is from what was computed. `None` is not a guess yet;
-    nothing that is guessed stops *Run all*."""
+def compare_guess(guess, value, unit, reveal=False):
+    """Print how far the reader's guess is from the computed value. Without a guess (`None`), the
+    value stays hidden unless `reveal` is true. A wrong guess never stops *Run all*."""
     computed = f"computed: {value:.4g} {unit}"
     if guess is None:
-        print(f"no guess yet ({computed})")
+        print(computed if reveal else "no guess yet: write one above, or set reveal=True here")
         return
     try:
         guess = float(guess)
     except (TypeError, ValueError):
-        print(f"{guess!r} is not a number ({computed})")
+        print(f"{guess!r} is not a number: your guess should be one")
         return
     distance = f"{guess - value:+.4g}"
     if guess > 0 and value > 0:
