@@ -17,6 +17,7 @@ from notebooks.extensions import population
 from tests.helpers import ROOT
 
 NAMES = "MANUAL", "DOORS", "MEASURED", "README", "QUESTIONS", "COURSE", "FROM_HABITAT", "DETAILS"
+NAMES += ("GLOSSARY",)
 OF_NOTEBOOKS = [f"notebooks/{name}.md" for name in NAMES]
 PAGES = {path: (ROOT / path).read_text() for path in ("README.md", *OF_NOTEBOOKS)}
 README = PAGES["README.md"]
