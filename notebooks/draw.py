@@ -208,9 +208,12 @@ def lanes(axis, spans, title):
     axis.set_title(title, fontsize=10, loc="left")
 
 
-def compare_samplers(seconds_NK, num_steps, updates, inference_sec, learning_sec, height=8.0):
+def compare_samplers(
+    seconds_NK, num_steps, updates, inference_sec, learning_sec, height=8.0, numbers=True
+):
     """Timelines of all samplers on the same step times, below each other: figure 1 of the VER
-    paper, computed. A step is weighted as `ver` does it, by how many its environment gave."""
+    paper, computed. A step is weighted as `ver` does it, by how many its environment gave. Without
+    `numbers`, a title is the sampler's name alone."""
     size = {"figsize": (9, height), "layout": "constrained"}
     figure, axes = plt.subplots(len(SAMPLERS), 1, sharex=True, **size)
     num_envs = len(seconds_NK)
@@ -226,6 +229,7 @@ def compare_samplers(seconds_NK, num_steps, updates, inference_sec, learning_sec
         learned, sec, steps, phases = found
         title = f"{sampler}: {learned} steps in {sec:.0f} seconds, {learned / sec:.1f} a second"
         title += f"; weighted {sum(weights) / sec:.1f}"
+        title = title if numbers else sampler
         begun = [step for step in steps if step[1] < sec]
         colors = timeline(axis, num_envs, begun, phases, title, marks_in_flight=sampler != "async")
         axis.axvline(sec, color="black", lw=1)
