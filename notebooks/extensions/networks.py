@@ -3,10 +3,11 @@
     python ver_ppo.py --env-id pointnav --policy resnet18_plain
     python ver_ppo.py --env-id pointnav --policy "resnet18(cpc=True, bf16=True)" --hidden-size 512
 
-Images go through a backbone, goal and other vectors through one linear layer to 32 features, as in
-DD-PPO. `cpc`: the memory must predict what the next actions show. `bf16`: backbones compute in
-bfloat16, on GPUs and on CPUs that have instructions for it. Shapes as in ver_ppo.py; P starts, F
-futures of each, T steps ahead, N negatives of each future.
+Images go through a backbone. The goal and other vectors go through one linear layer to 32 features,
+as in DD-PPO. With `cpc`, the memory learns to predict the observations after the next actions. With
+`bf16`, backbones compute in bfloat16, on GPUs and on CPUs that have the instructions. Shapes are as
+in ver_ppo.py. In addition: P starts, F futures of each start, T steps ahead, N negatives of each
+future.
 """
 
 from pathlib import Path
@@ -230,8 +231,8 @@ class SEResNeXt101(ResNetPolicy):
 # ------------------------------------------------------------------------------------------ CPC|A
 # Action-conditional contrastive prediction (Guo et al. 2018; VER section 3)
 
-# as in habitat-baselines: how many steps ahead, start steps of a sequence, futures and negatives of
-# each, weight in the loss
+# as in habitat-baselines: steps ahead, start steps of a sequence, futures of each start, negatives
+# of each future, weight in the loss
 CPC_HORIZON = 20
 CPC_STARTS = 6
 CPC_FUTURES = 2
@@ -240,8 +241,9 @@ CPC_COEF = 0.1
 
 
 class ContrastivePrediction(nn.Module):
-    """From the memory, a GRU follows the actions that were taken next; a classifier tells what was
-    seen then from what was not: B x H, B x features -> B logits."""
+    """A GRU that starts from the memory and follows the next actions, and a classifier of its
+    state. The classifier tells the features that were really seen from others: B x H, B x features
+    -> B logits."""
 
     def __init__(self, features, hidden):
         super().__init__()
@@ -254,12 +256,15 @@ class ContrastivePrediction(nn.Module):
 
 
 def cpc_futures(batch_sizes):
-    """What is compared: CPC_STARTS random steps of each packed sequence, and for each CPC_FUTURES
-    later ones of the same sequence, CPC_HORIZON steps later at most.
+    """Draw CPC_STARTS random steps of each packed sequence, and for each of them CPC_FUTURES later
+    steps of the same sequence, at most CPC_HORIZON steps later.
 
-    Returns P start positions, P x CPC_HORIZON positions of the actions from there on (beyond the
-    end: of the last step), how many steps later the P x CPC_FUTURES futures are, and their
-    positions.
+    Returns four arrays of positions or counts:
+
+    - P starts
+    - P x CPC_HORIZON actions from each start on; beyond the sequence's end, its last action
+    - P x CPC_FUTURES, how many steps later the futures are
+    - P x CPC_FUTURES futures
     """
     length_Q = (batch_sizes[:, None] > torch.arange(int(batch_sizes[0]))).sum(0)
     begin_of_time = batch_sizes.cumsum(0) - batch_sizes
@@ -278,12 +283,12 @@ def cpc_futures(batch_sizes):
 
 
 def cpc_loss(policy, features_MF, core_MH, batch):
-    """The memory after a step is followed through the actions taken since; a classifier must tell
-    features seen then from CPC_NEGATIVES others of the mini-batch. The mean cross-entropies of
-    both, added."""
+    """The loss of CPC|A: the sum of two mean cross-entropies. The GRU starts from the memory after
+    a step and follows the next actions. The classifier must tell the features that were then seen
+    from CPC_NEGATIVES other features of the mini-batch."""
     device = core_MH.device
     start_P, action_PT, later_PF, future_PF = cpc_futures(batch["batch_sizes"])
-    if not len(start_P):  # every rank averages the same gradients, be they 0
+    if not len(start_P):  # all ranks average the same gradients, even zeros
         return sum(parameter.sum() for parameter in policy.cpc.parameters()) * 0.0
     most = int(later_PF.max())
     other_PFN = torch.randint(len(core_MH), (*future_PF.shape, CPC_NEGATIVES))

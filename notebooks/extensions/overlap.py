@@ -1,13 +1,14 @@
-"""Collecting while the main process learns, in another process.
+"""Collect in another process while the main process learns.
 
     python ver_ppo.py --env-id pointnav --extensions overlap
     python ver_ppo.py --env-id pointnav --extensions async --learning-rate 1e-3
 
-`overlap` (HTS-RL, Liu et al. 2020; VER appendix E): the next rollout is collected, by any
---sampler, while this one is learned from. `async` (Sample Factory's APPO, Petrenko et al. 2020):
-environments never stop, in trajectories of T steps. Either way the data are older than the policy
-that learns, and V-trace (Espeholt et al. 2018) corrects their returns. Of many GPUs' ranks, each
-overlaps; with --preemption none, because nobody tells the collecting process to stop early.
+`overlap` collects the next rollout, with any --sampler, while the policy learns from this one
+(HTS-RL, Liu et al. 2020; VER appendix E). With `async`, environments never stop and fill
+trajectories of T steps (Sample Factory's APPO, Petrenko et al. 2020). In both, the data are older
+than the policy that learns, and V-trace (Espeholt et al. 2018) corrects the returns. With many
+GPUs, each rank overlaps. Use --preemption none there, because the collecting process cannot be told
+to stop early.
 """
 
 import contextlib
@@ -26,12 +27,12 @@ SEED_OF_COLLECTOR = 3  # first number of ver_ppo.derive_seed
 
 
 def flat_weights(policy):
-    """All weights and buffers of a policy as one vector, whatever their layout in memory."""
+    """Copy all weights and buffers of a policy into one vector."""
     return torch.cat([part.flatten().float() for part in policy.state_dict().values()])
 
 
 def set_weights(policy, vector):
-    """Copy such a vector back into a policy."""
+    """Copy a vector of `flat_weights` back into a policy."""
     parts = list(policy.state_dict().values())
     for part, numbers in zip(parts, vector.split([part.numel() for part in parts])):
         part.copy_(numbers.view(part.shape))
@@ -52,13 +53,13 @@ class Overlap(ver_ppo.Run):
     max_lag = 1
 
     def rollouts(self):
-        """Most of a rollout is by the policy one update before; every inference batch acts by the
-        newest weights that there are.
+        """Yield rollouts from the collecting process. Most of a rollout comes from the policy of
+        one update before. Every inference batch uses the newest weights.
 
         Rollouts and weights travel through shared CPU memory. Version v of the weights is row
         v % 2. Version v + 2 overwrites that row at the end of an update. Before that update began,
         the process had handed its rollout over and version v + 1 was there, which it has read since
-        then. So nobody reads a row while it is written. (The version number follows the weights by
+        then. So no row is read while it is written. (The version number follows the weights by
         microseconds, far longer than any processor holds a store back.) Raises EnvironmentFailure
         if the process ends.
         """
@@ -75,7 +76,7 @@ class Overlap(ver_ppo.Run):
         args = inbox, outbox, *what, rollouts, weights, version
         process = context.Process(target=collector_process, args=args)
         process.start()
-        inbox.close()  # only the process has these ends: when it dies, the messages end
+        inbox.close()  # only the process has these ends: if it dies, the messages end
         outbox.close()
         try:
             ver_ppo.send_numbers(commands, [0])
@@ -86,7 +87,7 @@ class Overlap(ver_ppo.Run):
                 try:
                     if not messages.poll():
                         raise EOFError
-                    message = messages.recv()  # what is new of the rollout, or why there is none
+                    message = messages.recv()  # new attributes of the rollout, or an error
                     if isinstance(message, Exception):
                         raise message
                     ver_ppo.send_numbers(commands, [1 - number])
@@ -99,7 +100,7 @@ class Overlap(ver_ppo.Run):
                 weights[(version + 1) % 2] = flat_weights(policy).cpu()
                 version += 1
         finally:
-            commands.close()  # it leaves when its pipe ends
+            commands.close()  # the process exits when its pipe ends
             ver_ppo.end_process(process, 10)
 
     def make_rollout(self):
@@ -111,14 +112,14 @@ class Overlap(ver_ppo.Run):
         return rollout
 
     def advantages(self, rollout):
-        """As Run.advantages, corrected for the age of the steps."""
+        """As Run.advantages, but corrected for older steps."""
         add_corrected_advantages(self.policy, rollout, self.options)
         return rollout
 
 
 def collector_process(inbox, outbox, spec, options, step, collector_class, rollouts, *published):
-    """Body of that process: collect into the rollout whose number arrives, until the main process
-    ends the pipe or dies."""
+    """Body of the collecting process: collect into the rollout whose number arrives, until the main
+    process closes the pipe or dies."""
     ver_ppo.lead_group()
     torch.set_num_threads(1)
     torch.manual_seed(ver_ppo.derive_seed(SEED_OF_COLLECTOR, options.seed, step))
@@ -155,9 +156,9 @@ def collector_process(inbox, outbox, spec, options, step, collector_class, rollo
 
 
 class Trajectories(ver_ppo.Collector):
-    """Sample Factory's sampling (section 3.1): environments never stop, each fills trajectories of
-    T steps by the newest weights, and a rollout is the N trajectories that were finished first, no
-    matter by which environments."""
+    """Collect as Sample Factory does (its section 3.1). Environments never stop. Each fills
+    trajectories of T steps with the newest weights. A rollout consists of the first N finished
+    trajectories, from any environments."""
 
     def __init__(self, policy, workers, io, spec, options, *more):
         super().__init__(policy, workers, io, spec, options, *more)
@@ -167,8 +168,8 @@ class Trajectories(ver_ppo.Collector):
 
     @torch.inference_mode()
     def collect(self, rollout):
-        """Collect one rollout: its segments are trajectories, its bootstrap values those of the
-        steps after them."""
+        """Collect one rollout. Its segments are trajectories, and each bootstrap value is the value
+        of the step after a trajectory."""
         rollout.started_at = time.perf_counter()
         rollout.rows = 0
         self.waited_sec = 0.0
@@ -200,9 +201,9 @@ class Trajectories(ver_ppo.Collector):
 
 
 class Async(Overlap):
-    """As Overlap, but environments never stop. The weights in the loss count trajectories, which
-    are equally long, so all steps weigh the same, even where fast environments gave more of them.
-    """
+    """As Overlap, but environments never stop. The importance weights count the steps of each
+    trajectory. Trajectories are equally long, so all steps weigh the same, even if fast
+    environments gave more of them."""
 
     collector_class = Trajectories
     max_lag = 8  # the trajectory of a slow environment takes several updates
@@ -210,9 +211,9 @@ class Async(Overlap):
 
 @torch.no_grad()
 def reevaluate(policy, rollout, options):
-    """What V-trace needs of steps that older policies collected (IMPALA, section 4.1): value_S, the
-    policy's values now; and keep_S, min(1, ratio), the ratio being the action's probability now
-    divided by that when it was chosen."""
+    """Compute the inputs of V-trace for steps of older policies (IMPALA, section 4.1). Returns
+    value_S, the current policy's values, and keep_S = min(1, ratio). The ratio is the action's
+    probability now, divided by its probability when it was chosen."""
     value_S = np.zeros(rollout.rows, np.float32)
     keep_S = np.zeros(rollout.rows, np.float32)
     steps = rollout.complete
@@ -228,8 +229,8 @@ def reevaluate(policy, rollout, options):
 
 
 def vtrace_advantages(rollout, value_S, keep_S, gamma, gae_lambda):
-    """As ver_ppo.compute_advantages, but only `keep_S` of a step's advantage counts for the steps
-    before it. Where it is 1 everywhere, this is GAE."""
+    """As ver_ppo.compute_advantages, but only the share `keep_S` of a step's advantage counts for
+    the steps before it. If keep_S is 1 everywhere, this is GAE."""
     steps = rollout.complete
     value_S = value_S.astype(float)
     advantage_S = np.zeros(len(steps))
@@ -248,9 +249,9 @@ def vtrace_advantages(rollout, value_S, keep_S, gamma, gae_lambda):
 
 
 def add_corrected_advantages(policy, rollout, options):
-    """As ver_ppo.add_advantages, by V-trace: only so much of a step's advantage as `reevaluate`
-    keeps counts for its value's target and for the steps before it. The advantage itself is not
-    multiplied, because PPO's objective is."""
+    """As ver_ppo.add_advantages, with V-trace. Only a share of each step's advantage (keep_S of
+    `reevaluate`) counts for the target of its value and for the steps before it. The advantage
+    itself is not multiplied by a ratio, because PPO's objective does that."""
     value_S, keep_S = reevaluate(policy, rollout, options)
     steps = rollout.complete
     discounts = options.gamma, options.gae_lambda

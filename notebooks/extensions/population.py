@@ -1,25 +1,26 @@
-"""Decentralized population-based training (Petrenko et al. 2023): runs that learn from each other
-what to learn with.
+"""Decentralized population-based training (Petrenko et al. 2023): several runs copy weights and
+options from each other.
 
     for k in 0 1 2 3; do python -m notebooks.extensions.population --population runs/flats \\
         --population-size 4 --member $k & done; wait
 
-P runs, on any machines, share nothing but a folder. None is in charge: each may begin later, die,
-and come back by the same command line. A run is one process, or many ranks: torchrun ... -m
-notebooks.extensions.population ... After every --evolve-interval steps a member
+P runs, the members, run on any machines and share only a folder. No member is in charge. Each may
+start later, die, and be started again with the same command. A member is one process, or many
+ranks: torchrun ... -m notebooks.extensions.population ... After every --evolve-interval steps, a
+member
 
-    saves a checkpoint    ->  and, if enough episodes have ended to have a score, puts a copy of it,
-                              its entry, into the folder: weights, options, last 100 episodes
-    reads of every other  <-  the newest entry with no more steps than its own
-    decides by `evolve`       goes on, or mutates its options, or takes over weights and options of
-                              a better one
-    goes on from its checkpoint, which then holds what it has decided
+    saves a checkpoint        and, once it has a score, puts a copy into the folder as its entry:
+                              weights, options, last 100 episodes
+    reads the others          of each other member, the newest entry with no more steps than its own
+    decides by `evolve`       to continue, to mutate its options, or to take over the weights and
+                              options of a better member
+    continues                 from its checkpoint, which now contains the decision
 
     FOLDER/0/000000100352.pt ...          the last entries of member 0
-    FOLDER/0/decisions.jsonl              what it has decided, a line each
+    FOLDER/0/decisions.jsonl              its decisions, one line each
     FOLDER/0/pointnav__ver__.../          its run folder
 
-The rule is that of the paper; its numbers below are those of the paper's published code.
+The rule is the paper's. The numbers below are from the paper's published code.
 """
 
 import contextlib
@@ -38,14 +39,15 @@ import torch
 import ver_multigpu
 import ver_ppo
 
-SHARE = 0.3  # of the population, rounded up, are "the worst", and as many "the best"
-OUTLIERS = 0.2  # share of the lowest scores without which the deviation is taken: crashed members
-DEVIATIONS = 0.5  # to take over, a member must be further below than so many of them
-CLOSE = 0.05  # and further than this share of the other's score
-EPISODES = 20  # to have a score, a member must have finished so many since it last changed
+SHARE = 0.3  # "the worst" and "the best" are this share of the population, rounded up
+OUTLIERS = 0.2  # share of the lowest scores that the deviation leaves out, such as crashed members'
+# a member takes over another's weights only if its score is lower by more than both of these
+DEVIATIONS = 0.5  # standard deviations of the scores
+CLOSE = 0.05  # share of the other member's score
+EPISODES = 20  # that a member must finish after its last change to have a score
 PROBABILITY = 0.15  # that a mutation changes an option
-KEPT = 25  # entries of a member that stay, at most, for slower ones to read
-ENTRY = "[0-9]" * 12 + ".pt"  # file name of an entry: steps
+KEPT = 25  # most entries that a member keeps for slower members
+ENTRY = "[0-9]" * 12 + ".pt"  # file name of an entry: its number of steps
 BOUNDS = {  # of the options that evolve
     "learning_rate": (1e-6, 0.1),
     "ent_coef": (1e-6, 0.1),
@@ -57,16 +59,16 @@ BOUNDS = {  # of the options that evolve
 
 @dataclass(frozen=True)
 class Options(ver_multigpu.Options):
-    """Train one member of a population of runs: from time to time, the worst take over from the
-    best, and vary their options."""
+    """Train one member of a population. At intervals, the worst members copy from the best and vary
+    their options."""
 
-    population: str = "runs/population"  # its folder, which all members see
-    population_size: int = 4  # P, runs in it
-    member: int = 0  # number of this run, 0 .. P - 1; started again by it, it goes on
-    evolve_interval: int = 100_000  # steps between its checkpoints and comparisons with the others
-    # steps that a member learns undisturbed: at first, after each change, and after a restart
+    population: str = "runs/population"  # folder that all members see
+    population_size: int = 4  # P, number of members
+    member: int = 0  # number of this run, 0 .. P - 1; the same number continues it
+    evolve_interval: int = 100_000  # steps between checkpoints, each with a comparison
+    # steps that a member learns undisturbed at the start, after each change and after a restart
     evolve_after: int = 0
-    # what is compared, the larger the better: `return`, or a metric, of the last 100 episodes
+    # score, larger is better: mean `return` of the last 100 episodes, or of a metric
     evolve_by: str = "return"
 
     def __post_init__(self):
@@ -94,9 +96,11 @@ class Entry:
 
 
 def mutate(options, rng):
-    """Each of the options with probability 0.15: times or divided by 1.1 to 1.5 (gamma: its
-    distance from 1, by 1.1 to 1.2; epochs: one more or less), within BOUNDS; what lies beyond a
-    bound already moves inwards or stays. What is 0 stays 0. Returns new options."""
+    """Change each option with probability 0.15, within BOUNDS. Returns new options.
+
+    An option is multiplied or divided by 1.1 to 1.5. For gamma, 1 - gamma is, by 1.1 to 1.2. The
+    number of epochs changes by 1. An option outside its bounds moves inwards or stays. An option
+    that is 0 stays 0."""
     changed = dict(options)
     for name, (low, high) in BOUNDS.items():
         value = options[name]
@@ -117,20 +121,20 @@ def mutate(options, rng):
 
 
 def evolve(own, best, others, size, rng):
-    """A member's decision in a population of `size`, from its entry, the best score that it has had
-    since its last decision, and entries of others, of equal or less experience (Petrenko et al.
-    2023):
+    """Decide what a member does (Petrenko et al. 2023). `own` is its entry, `best` its best score
+    since the last decision, `others` the entries of members with no more steps, `size` the number
+    of members. Returns one of:
 
-    - ("goes on", None, options): it is not among the worst 30 %, or its best score is as high as
-      one that is now among the best 30 %. Members without a score are counted among the worst:
-      until most of the population has one, none changes;
-    - ("mutates", None, options): else, if it is close to one drawn from the best 30 %: no further
-      below than half a standard deviation of the scores, the lowest fifth left out, or than 5 %.
-      Its options change a little;
-    - ("takes over", member, options): it is significantly worse. It gets the other's weights; the
-      options that change a little are the other's or, as often, its own.
+    - ("goes on", None, options): the member is not among the worst 30 %, or `best` is as high as a
+      score that is now among the best 30 %. Members without a score count among the worst, so no
+      member changes before most members have a score.
+    - ("mutates", None, options): it is close to a member drawn from the best 30 %. Close means
+      within half a standard deviation of the scores (without the lowest fifth), or within 5 %. Its
+      options are mutated.
+    - ("takes over", member, options): it is significantly worse than that member, and gets its
+      weights. The options are a mutation of the other's or, as often, of its own.
 
-    A pure function: the same entries and the same state of the random generator, the same decision.
+    A pure function: the same entries and generator state give the same decision.
     """
     ranked = sorted([*others, own], key=lambda entry: (-entry.score, entry.member))
     few = math.ceil(SHARE * size)
@@ -148,19 +152,19 @@ def evolve(own, best, others, size, rng):
 
 
 def evolving(options):
-    """Those of a checkpoint's options that evolve."""
+    """The part of a checkpoint's options that evolves."""
     return {name: options[name] for name in BOUNDS}
 
 
 def mean_score(recent, column):
-    """Mean of a column of the last episodes; None if too few of them have ended."""
+    """The mean of a column of the last episodes, or None if too few episodes have ended."""
     scores = np.array([episode[column] for episode in recent])
     known = scores[np.isfinite(scores)]
     return float(known.mean()) if len(known) >= EPISODES else None
 
 
 def read_entry(content, member, column):
-    """The entry that a checkpoint's content is; None if there is no score yet."""
+    """The entry of a checkpoint's content, or None if it has no score yet."""
     score = mean_score(content["recent"], column)
     if score is None:
         return None
@@ -168,7 +172,7 @@ def read_entry(content, member, column):
 
 
 def folder_of(options, member):
-    """A member's own folder in that of the population."""
+    """A member's own folder, within the population's folder."""
     return Path(options.population) / str(member)
 
 
@@ -183,8 +187,8 @@ def entries_of(options, member):
 
 
 def outline(value):
-    """Names, types and shapes of a part of a checkpoint: what it must have in common with the part
-    that it is to replace."""
+    """Names, types and shapes of a part of a checkpoint. They must equal those of the part that it
+    will replace."""
     if isinstance(value, torch.Tensor):
         return value.shape, value.dtype
     if isinstance(value, dict):
@@ -193,13 +197,13 @@ def outline(value):
 
 
 def read_other(run, own_content, path):
-    """The content of another member's entry. Raises UserError, or whatever a damaged file leads to,
-    if the run could not go on from it."""
+    """Read another member's entry. Raises UserError if the run could not continue from it; a
+    damaged file may raise anything."""
     if not path.is_file():
         raise ver_ppo.UserError("is no file")
     content = ver_ppo.load_checkpoint(path)
     options = evolving(content["options"])
-    replace(run.options, **options)  # refuses values with which nothing can be learned
+    replace(run.options, **options)  # refuses invalid values
     fits = [
         content["step"] == int(path.stem),
         content["columns"] == own_content["columns"],
@@ -214,8 +218,8 @@ def read_other(run, own_content, path):
 
 
 def read_others(run, own_content):
-    """Of every other member the newest entry with no more steps than the run, if it has one. What
-    cannot be used is skipped with a line. One checkpoint at a time is in memory."""
+    """Read of each other member the newest entry with no more steps than the run. An entry that
+    cannot be used is skipped with a line. Only one checkpoint at a time is in memory."""
     options = run.options
     found = []
     for member in other_members(options):
@@ -225,7 +229,7 @@ def read_others(run, own_content):
         path = past[-1]
         try:
             entry = read_entry(read_other(run, own_content, path), member, run.column)
-        except Exception as error:  # whatever a damaged or hostile entry leads to
+        except Exception as error:  # a damaged or hostile entry may raise anything
             reason = " ".join(str(error).split())[:200]
             run.folder.say(f"skipped: {path} ({type(error).__name__}: {reason})")
             continue
@@ -235,16 +239,16 @@ def read_others(run, own_content):
 
 
 class Evolved(Exception):
-    """The run's checkpoint was changed: it has to go on from there, by the options of the argument.
-    """
+    """The run's checkpoint was changed. The run must continue from it, with the options in the
+    argument."""
 
 
 class MemberRun(ver_multigpu.RankRun):
-    """A member's run: compares itself with the others after each checkpoint."""
+    """A member's run. It compares itself with the others after each checkpoint."""
 
     def __init__(self, options):
         self.best = -math.inf  # score since the last decision
-        self.evolved = None  # options by which its changed checkpoint has to go on
+        self.evolved = None  # new options, if its checkpoint was changed
         super().__init__(options)
 
     def restore(self):
@@ -257,8 +261,8 @@ class MemberRun(ver_multigpu.RankRun):
         super().restore()
 
     def log(self, rollout, logs):
-        """As RankRun.log. Raises Evolved in all ranks if rank 0 has decided to change the
-        checkpoint; after a signal, training ends, and a later start goes on from there."""
+        """As RankRun.log. Raises Evolved in all ranks if rank 0 has changed the checkpoint. After a
+        signal, training ends instead, and the next start continues from the changed checkpoint."""
         super().log(rollout, logs)
         score = mean_score(self.recent, self.column)
         if score is not None:
@@ -274,30 +278,33 @@ class MemberRun(ver_multigpu.RankRun):
             raise Evolved(evolved)
 
     def save(self):
-        """As RankRun.save, but not over a checkpoint that was changed."""
+        """As RankRun.save, but keep a checkpoint that was changed."""
         if not self.evolved:
             super().save()
 
 
 def publish(content, options):
-    """Put a checkpoint's content into the member's folder as its newest entry. The newest two stay,
-    and those that a slower member has still to come to, because it reads none of more steps than
-    its own; but not more than KEPT, or a member that has died would fill the disk. Raises OSError
-    or RuntimeError."""
+    """Write a checkpoint's content into the member's folder as its newest entry, and delete old
+    entries. Raises OSError or RuntimeError.
+
+    The newest two entries stay. So do entries that the slowest member has not reached yet, because
+    it reads only entries with no more steps than its own. But at most KEPT entries stay: otherwise
+    a dead member would fill the disk."""
     folder = folder_of(options, options.member)
     ver_ppo.write_checkpoint(content, folder / f"{content['step']:012}.pt")
     own = entries_of(options, options.member)
     entries_of_others = [entries_of(options, member) for member in other_members(options)]
     slowest = min((paths[-1].name for paths in entries_of_others if paths), default=own[-1].name)
-    newer = sum(path.name > slowest for path in own)  # and one that it can read now
+    newer = sum(path.name > slowest for path in own)  # the slowest can also read one more
     for path in own[: -min(max(newer + 1, 2), KEPT)]:
         path.unlink(missing_ok=True)
 
 
 def publish_and_decide(run):
-    """Publish the newest checkpoint as an entry, read the others', decide, and write what was
-    decided into the checkpoint. Returns the options that evolve, if it was changed, else None. If a
-    file cannot be read or written, says so, and the run goes on as it is."""
+    """Publish the newest checkpoint as an entry, read the others' entries, decide, and write the
+    decision into the checkpoint. Returns the new options if the checkpoint was changed, and
+    otherwise None. If a file cannot be read or written, prints that, and the run continues
+    unchanged."""
     options = run.options
     checkpoint = run.folder.path / "checkpoint.pt"
     try:
@@ -318,19 +325,19 @@ def publish_and_decide(run):
             take_over(run, content, next(other for other in others if other.member == donor))
         if decision != "goes on":
             content["options"] |= evolved
-            content["recent"] = []  # a score is that of these weights and options
+            content["recent"] = []  # these scores belong to other weights or options
             ver_ppo.write_checkpoint(content, checkpoint)
         note(run, own, others, decision, donor, evolved)
         return evolved if decision != "goes on" else None
-    except Exception as error:  # a full disk, or whatever a damaged entry leads to
+    except Exception as error:  # a full disk; a damaged entry may raise anything
         reason = str(error).splitlines()[0]
         run.folder.say(f"not compared with the population at step {run.step}: {reason}")
         return None
 
 
 def take_over(run, content, donor):
-    """Put the weights and moments of another member's entry into the run's checkpoint, whose step
-    stays. Raises UserError if the entry is not there any more."""
+    """Copy the weights and moments of another member's entry into the run's checkpoint, and keep
+    its step. Raises UserError if the entry no longer exists."""
     path = folder_of(run.options, donor.member) / f"{donor.step:012}.pt"
     theirs = read_other(run, content, path)
     content["policy"] = theirs["policy"]
@@ -338,7 +345,7 @@ def take_over(run, content, donor):
 
 
 def note(run, own, others, decision, donor, evolved):
-    """Print a decision, and keep it in the member's folder."""
+    """Print a decision, and append it to the member's decisions.jsonl."""
     best = max([own, *others], key=lambda entry: entry.score)
     known = f"the best of {1 + len(others)} has {best.score:.4g} (member {best.member})"
     whom = "" if donor is None else f" member {donor}"
@@ -356,9 +363,9 @@ def note(run, own, others, decision, donor, evolved):
 
 
 def join(options):
-    """The options of a member: its own folder and seed; if it has been there before, going on from
-    its checkpoint, by this seed and the options that it had evolved. Raises UserError for a run of
-    another environment, of another member, or older than the newest."""
+    """Complete a member's options: its folder and its seed. A member that has run before resumes
+    from its newest checkpoint, with that run's seed and evolved options. Raises UserError if the
+    folder or --resume belongs to another environment, to another member, or to an older run."""
     folder = folder_of(options, options.member)
     if options.resume and Path(options.resume).resolve().parent != folder.resolve():
         advice = "is no run of this member: give --extensions transfer(file=...) for its weights"
@@ -386,8 +393,8 @@ def join(options):
 
 @contextlib.contextmanager
 def only_one(options):
-    """Around a member's life: no other process has its number (of many ranks, the first sees to
-    that). Raises UserError, also if the folder cannot be used."""
+    """Around a member's whole training: refuse a second process with the same number. With many
+    ranks, rank 0 holds the lock. Raises UserError, also if the folder cannot be used."""
     folder = folder_of(options, options.member)
     lock = None
     try:
@@ -416,7 +423,7 @@ def launch_member(options):
         while True:
             try:
                 return launch(replace(join(options), **evolved))
-            except Evolved as error:  # told by rank 0: a file system may be slow to show the others
+            except Evolved as error:  # rank 0 sent them: files may appear late elsewhere
                 (evolved,) = error.args
 
 

@@ -1,7 +1,7 @@
-"""The traces that timeline.html plays: what the shipped collection code does under the virtual
-clock, for every combination of the settings below.
+"""Make the traces that timeline.html plays. The shipped collection code runs under the virtual
+clock with every combination of the settings below.
 
-    python -m notebooks.extensions.timeline     writes them into notebooks/timeline.html
+    python -m notebooks.extensions.timeline     writes the traces into notebooks/timeline.html
 """
 
 import itertools
@@ -18,7 +18,7 @@ PAGE = Path(__file__).parents[1] / "timeline.html"
 DATA = re.compile(
     r'(<script id="traces" type="application/json">\n)(.*?)(\n</script>)', re.DOTALL
 )
-UNIT_SEC = 0.05  # of all times in a trace
+UNIT_SEC = 0.05  # unit of all times in a trace
 SETTINGS = {
     "sampler": ["sync", "nover", "ver", "async"],
     "between": [0.0, 0.4, 0.8],  # log-normal spread (sigma) of step times between environments
@@ -32,14 +32,15 @@ INFERENCE_SEC = 0.05  # of a batch
 
 
 def trace(sampler, between, within, learning, envs, steps):
-    """Three rollouts with these settings.
+    """Collect three rollouts with these settings, and return their trace.
 
-    Returns the steps of each environment as [begin, length, rollout, age]: times in units of
-    UNIT_SEC, the rollout that learns from the step (-1: none of the three), and the number of
-    updates between its action and this rollout. And when the learner learns, and four numbers.
+    Each environment has a list of steps, [begin, length, rollout, age]. Times are in units of
+    UNIT_SEC. `rollout` is the rollout that contains the step (-1: none of the three). `age` is the
+    number of updates between the step's action and that rollout. The trace also has the learning
+    phases and four numbers.
     """
     seconds_NK = step_times(envs, between, within, num_steps=200)
-    learned_from = {}  # (environment, number of its step) -> (rollout, age)
+    learned_from = {}  # (environment, step) -> (rollout, age)
     weights = []
 
     def note(rollout):
@@ -81,7 +82,7 @@ def traces():
 
 
 def data():
-    """The page's data: JSON, a line for each trace."""
+    """The page's data as JSON, one line for each trace."""
     lines = [f"{json.dumps(key)}: {compact(one)}" for key, one in traces().items()]
     settings = json.dumps({"settings": SETTINGS, "unit_sec": UNIT_SEC})
     return f'{settings[:-1]}, "traces": {{\n' + ",\n".join(lines) + "\n}}"
@@ -93,7 +94,7 @@ def compact(value):
 
 
 def write():
-    """The text of the page with its data made again."""
+    """The text of the page, with new data."""
     return DATA.sub(lambda found: found[1] + data() + found[3], PAGE.read_text())
 
 

@@ -1,5 +1,5 @@
-"""Environment workers under a virtual clock: the shipped collection code runs on them without
-processes and without time."""
+"""Environment workers under a virtual clock. The shipped collection code runs on them without
+processes and without waiting."""
 
 import heapq
 
@@ -23,9 +23,13 @@ def step_times(num_envs, sigma_env, sigma_step, seed=9, num_steps=4000):
 
 
 class VirtualWorkers:
-    """Same interface as ver_ppo.Workers. `duration(e, step)` says how long each step of environment
-    e takes (step -1: its start), `ending(e, step)` how it ends: "terminated", "truncated" or None.
-    Rewards and observations tell which step of which environment they are."""
+    """Workers with the interface of ver_ppo.Workers.
+
+    duration(e, step)    seconds of a step of environment e; step -1 is its start
+    ending(e, step)      "terminated", "truncated" or None
+
+    Rewards and observations identify the environment and the step (`reward_of`, `observation_of`).
+    """
 
     def __init__(
         self,
@@ -40,10 +44,10 @@ class VirtualWorkers:
         self.ending = ending
         self.inference_sec = inference_sec
         self.now = 0.0
-        self.steps_N = [-1] * num_envs  # number of the next step of each environment
+        self.steps_N = [-1] * num_envs  # each environment's next step
         self.received = []
-        self.spans = []  # of all steps: environment, begin, seconds
-        self.events = []  # a heap of answers to come: when, of which environment
+        self.spans = []  # (environment, begin, seconds) of each step
+        self.events = []  # heap of future answers: (when, environment)
         for e in range(num_envs):
             heapq.heappush(self.events, (start_sec(e), e))
 
@@ -81,17 +85,17 @@ class VirtualWorkers:
 
 
 def reward_of(e, step):
-    """The reward of an environment's step: tells both."""
+    """The reward of a step. It identifies the environment and the step."""
     return e + step / 1000
 
 
 def observation_of(e, step, final=False):
-    """The observation before an environment's step (or the one that the reset replaced)."""
+    """The observation before a step. `final`: the one that a reset replaced."""
     return np.array([e / 10, np.sin(step), np.cos(step / 7), float(final)])
 
 
 class Zeros:
-    """A distribution of B actions that are 0."""
+    """A distribution that always gives B actions of 0."""
 
     def __init__(self, count):
         self.count = count
@@ -104,15 +108,15 @@ class Zeros:
 
 
 class IdlePolicy(ver_ppo.Policy):
-    """Always the same action, and nothing to compute: where only the clock matters, collecting is
-    three times as fast."""
+    """A policy that computes nothing and always takes the same action. Collecting is three times as
+    fast, for uses in which only the clock matters."""
 
     def step(self, obs, prev_action_BA, first_B, state_B):
         return Zeros(len(first_B)), torch.zeros(len(first_B)), state_B
 
 
 def build(workers, num_envs, num_steps, policy_class=ver_ppo.Policy, sampler="ver", **options):
-    """Policy, rollout and collector of the shipped code on virtual workers; sampler: ver, nover,
+    """Build the shipped policy, rollout and collector on virtual workers. `sampler` is ver, nover,
     sync or async."""
     collector_class = Trajectories if sampler == "async" else ver_ppo.Collector
     sizes = {"num_envs": num_envs, "num_steps": num_steps, "num_workers": 0, "hidden_size": 8}
@@ -120,15 +124,15 @@ def build(workers, num_envs, num_steps, policy_class=ver_ppo.Policy, sampler="ve
     options = ver_ppo.Options(**sizes, sampler=known, **options)
     policy = policy_class(SPEC, options)
     torch.nn.init.normal_(policy.actor.weight)
-    torch.nn.init.ones_(policy.critic.scale)  # else all values are 0
+    torch.nn.init.ones_(policy.critic.scale)  # otherwise all values are 0
     size = (options.rollout_steps, num_envs, policy.state_shape)
     rollout = ver_ppo.Rollout(SPEC, *size, torch.device("cpu"))
     return policy, rollout, collector_class(policy, workers, workers.io, SPEC, options)
 
 
 def taken(rollout):
-    """What tells a rollout's steps, copied: environment, observation, reward, first and last of an
-    episode."""
+    """Copy the columns that identify a rollout's steps: environment, observation, reward, and
+    whether the step is an episode's first or last."""
     new = slice(int(rollout.rows))
     obs = rollout.obs["obs"].numpy()
     names = "env", "reward", "first", "done"
@@ -138,8 +142,8 @@ def taken(rollout):
 
 
 def assert_nothing_is_lost(c, rollouts):
-    """Each environment's steps came once and in order, with what it had answered, and none waits
-    for something that will never come. `rollouts`: what was `taken` of each."""
+    """Assert that each environment's steps arrived once, in order and with its own answers, and
+    that no environment waits forever. `rollouts` holds the result of `taken` for each rollout."""
     env, obs, reward, first, done = (np.concatenate(parts) for parts in zip(*rollouts))
     coming = [e for _, e in c.workers.events]
     assert sorted([*c.idle, *c.answered, *coming]) == list(range(len(c.in_flight_N)))
@@ -151,7 +155,7 @@ def assert_nothing_is_lost(c, rollouts):
         np.testing.assert_allclose(obs[mine], expected, atol=1e-6)
         assert (done[mine] == (endings != "None")).all()
         assert first[mine].tolist() == [True, *done[mine][:-1]]
-        exact = endings != "truncated"  # the others have the final observation's value too
+        exact = endings != "truncated"  # a truncated step's reward includes a value
         expected = reward_of(e, np.arange(len(steps)))
         np.testing.assert_allclose(reward[mine][exact], expected[exact], rtol=1e-6)
 
@@ -166,10 +170,13 @@ def run(
     learning_sec=0.0,
     learn=lambda rollout: None,
 ):
-    """Collect `updates` rollouts with a sampler, and learn from each for `learning_sec`; `learn`
-    gets each of them. Returns the number of steps that were learned from, the seconds that it took,
-    and what happened when: the steps (environment, begin, seconds) and the learning (begin,
-    seconds)."""
+    """Collect `updates` rollouts with a sampler, and learn `learning_sec` from each. `learn` is
+    called with each rollout. Returns:
+
+    - the number of steps in all rollouts
+    - the seconds until the last update is done
+    - all steps, as a list of environment, begin and seconds
+    - the learning phases, as a list of begin and seconds"""
     workers = VirtualWorkers(num_envs, duration, inference_sec=inference_sec)
     _, rollout, c = build(workers, num_envs, num_steps, IdlePolicy, sampler)
     phases = []
@@ -177,7 +184,7 @@ def run(
     for c.version in range(updates):
         c.collect(rollout)
         learn(rollout)
-        if sampler == "async":  # collecting goes on as soon as the learner has taken the rollout
+        if sampler == "async":  # collecting continues once the learner has taken the rollout
             workers.now = max(workers.now, learned_at)
         phases.append((workers.now, learning_sec))
         learned_at = workers.now + learning_sec

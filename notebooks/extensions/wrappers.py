@@ -6,8 +6,8 @@ images, and observations of which a part is hidden.
     python ver_ppo.py --wrappers "resize(height=84, width=84)"
     python ver_ppo.py --wrappers "hide(indices=(1, 3))"
 
-Like Gymnasium's own, they record their arguments, so that `gymnasium.make(env.spec)` makes a
-wrapped environment anew.
+Like Gymnasium's own wrappers, they record their arguments. So `gymnasium.make(env.spec)` can make a
+wrapped environment again.
 """
 
 import math
@@ -23,9 +23,9 @@ from ver_ppo import image_layout
 
 
 class Latency(gym.Wrapper, RecordConstructorArgs):
-    """Every step sleeps for a log-normal time, as if a GPU or a server did the work: `mean_ms`
-    milliseconds on average, `spread` is the sigma. The seed of a reset decides how long the steps
-    of its episode take. Raises ValueError for negative or infinite times."""
+    """Make every step sleep, standing in for a GPU or a server. The time is log-normal, with a mean
+    of `mean_ms` milliseconds and a sigma of `spread`. A reset's seed determines the times of its
+    episode. Raises ValueError for negative or infinite arguments."""
 
     def __init__(self, env, mean_ms=20.0, spread=0.8):
         RecordConstructorArgs.__init__(self, mean_ms=mean_ms, spread=spread)
@@ -39,7 +39,7 @@ class Latency(gym.Wrapper, RecordConstructorArgs):
 
     def reset(self, *, seed=None, options=None):
         if seed is not None:
-            self.rng = np.random.default_rng([seed, 1])  # not the environment's own numbers
+            self.rng = np.random.default_rng([seed, 1])  # differs from the environment's
         return self.env.reset(seed=seed, options=options)
 
     def step(self, action):
@@ -48,14 +48,13 @@ class Latency(gym.Wrapper, RecordConstructorArgs):
 
 
 class ActionDelay(gym.Wrapper, RecordConstructorArgs):
-    """An action is answered by what the one before did, so that the environment acts while the
-    policy computes the next one (VER section 4). The first step of an episode shows the first
-    observation again; its last action is never carried out.
+    """Answer each action with the result of the action before it. So the environment acts while the
+    policy computes the next action (VER section 4). The first step of an episode shows the first
+    observation again. The last action of an episode is never executed.
 
-    An OpenGL context belongs to the thread that made it. So the environment is closed, and made
-    anew from its spec in a thread that does everything with it. Raises ValueError if that cannot
-    be done: put wrappers that do not record their arguments outside of this one.
-    """
+    An OpenGL context belongs to the thread that made it. So the environment is closed and made
+    again from its spec, in a thread that does all further work with it. Raises ValueError if that
+    fails: put wrappers that do not record their arguments outside of this one. """
 
     def __init__(self, env):
         RecordConstructorArgs.__init__(self)
@@ -66,9 +65,9 @@ class ActionDelay(gym.Wrapper, RecordConstructorArgs):
         self.thread = ThreadPoolExecutor(max_workers=1)
         try:
             made = self.thread.submit(gym.make, spec).result()
-        except Exception as error:  # whatever the environment's own code raises
+        except Exception as error:  # the environment's own code may raise anything
             self.thread.shutdown()
-            raise ValueError(f"ActionDelay cannot make the environment anew: {error}") from error
+            raise ValueError(f"ActionDelay cannot make the environment again: {error}") from error
         gym.Wrapper.__init__(self, made)
 
     def reset(self, **arguments):
@@ -84,7 +83,7 @@ class ActionDelay(gym.Wrapper, RecordConstructorArgs):
         return answer
 
     def render(self):
-        """The picture after all actions so far, also the one that is not answered yet."""
+        """The picture after all actions so far, including the one that is not answered yet."""
         return self.thread.submit(self.env.render).result()
 
     def close(self):
@@ -93,8 +92,8 @@ class ActionDelay(gym.Wrapper, RecordConstructorArgs):
 
 
 class Resize(gym.ObservationWrapper, RecordConstructorArgs):
-    """Every image of an observation (a Box, or a Dict of them) at this height and width: a pixel is
-    the mean of those that it covers."""
+    """Scale every image of an observation (a Box, or a Dict of Boxes) to this height and width.
+    Each new pixel is the mean of the old pixels that it covers."""
 
     def __init__(self, env, height=84, width=84):
         RecordConstructorArgs.__init__(self, height=height, width=width)
@@ -114,7 +113,7 @@ class Resize(gym.ObservationWrapper, RecordConstructorArgs):
         return self.resize(self.env.observation_space, observation)
 
     def resize(self, space, part):
-        """One part of an observation, at its new size if it is an image of this space."""
+        """A part of an observation, scaled if it is an image of this space."""
         if isinstance(space, gym.spaces.Dict):
             return {key: self.resize(below, part[key]) for key, below in space.items()}
         layout = image_layout(space)
@@ -133,8 +132,8 @@ class Resize(gym.ObservationWrapper, RecordConstructorArgs):
 
 
 class Hide(gym.ObservationWrapper, RecordConstructorArgs):
-    """The numbers at these indices of a vector observation are always 0, such as the velocities of
-    CartPole, 1 and 3: without them, the task needs a memory."""
+    """Set the numbers at these indices of a vector observation to 0. Without CartPole's velocities,
+    indices 1 and 3, the task needs a memory."""
 
     def __init__(self, env, indices):
         RecordConstructorArgs.__init__(self, indices=indices)
