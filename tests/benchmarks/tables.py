@@ -89,7 +89,7 @@ def tasks_table():
         rows.append([task.described, *found_cells(name, shown)])
     lines = table(["task", "seeds", "evaluation: mean (lowest to highest)"], rows)
     commands_are = "[these commands](notebooks/MEASURED.md#commands-of-the-first-table)"
-    footer = f"200 episodes for each seed, by {commands_are}. {measured_at(learn.TASKS)}"
+    footer = f"200 episodes for each seed, by {commands_are}."
     return [*lines, "", footer]
 
 
@@ -97,7 +97,7 @@ DEFAULT_STEPS = " --total-timesteps 2000000"  # need not be given
 
 
 def commands():
-    """The first table's command lines."""
+    """The first table's command lines, and where they were run."""
     lines = []
     for task in learn.TASKS:
         found = draw.load_result(task)
@@ -106,7 +106,7 @@ def commands():
         if task in learn.PACKAGES:
             words = f"not run by the tests: pip install '{learn.PACKAGES[task]}'; {words}"
         lines.append(f"    {command.replace(DEFAULT_STEPS, '')}  # {words}")
-    return lines
+    return [*lines, "", measured_at(learn.TASKS)]
 
 
 def published_table():
@@ -443,7 +443,9 @@ def draw_pictures():
     decisions = draw.load_result("evolution-CartPole-v1")["trials"][0]["decisions"]
     figures = {
         "whole": draw.whole(),
-        "timeline": draw.compare_samplers(draw.step_times(4, 0.4, 0.6), 8, 3, **costs, height=6.0),
+        "timeline": draw.compare_samplers(
+            draw.step_times(4, 0.4, 0.6), 8, 3, **costs, height=3.6, samplers=("sync", "ver")
+        ),
         "pointnav": draw.learning_curves(learned),
         "peers": draw.trainer_bars(by_trainer(draw.load_result("peers"))),
         "scaling": draw.scaling_curves(draw.load_result("scaling")["found"]),
