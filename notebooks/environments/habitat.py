@@ -1,12 +1,12 @@
-"""The tasks of habitat-lab as Gymnasium environments, where habitat-sim and habitat-lab are there.
+"""The tasks of habitat-lab as Gymnasium environments. They need habitat-sim and habitat-lab.
 
-    python -m notebooks.environments.habitat [KEY=VALUE ...]   says what is missing, or steps a task
+    python -m notebooks.environments.habitat [KEY=VALUE ...]   checks the installation, steps a task
     python ver_ppo.py --env-id habitat --env-kwargs config=CONFIG habitat.seed=3
 
-CONFIG is one of habitat-lab's configurations, `benchmark/nav/objectnav/objectnav_mp3d.yaml` say, or
-the path of a YAML file. Keys with a dot override what it holds. Without CONFIG, the task is the
-PointNav that habitat-lab is tested with. Importing this file registers `Habitat-v0`.
-"""
+CONFIG is one of habitat-lab's configurations, such as
+`benchmark/nav/objectnav/objectnav_mp3d.yaml`, or the path of a YAML file. Keys with a dot override
+its values. Without CONFIG, the task is the PointNav of habitat-lab's own tests. Importing this file
+registers `Habitat-v0`. """
 
 import contextlib
 import functools
@@ -26,8 +26,8 @@ POINTNAV = "benchmark/nav/pointnav/pointnav_habitat_test.yaml"
 GOAL_SPACE = gym.spaces.Box(-100, 100, (3,), np.float32)  # distance in m, cos, sin of bearing
 POLAR = ("pointgoal_with_gps_compass", "pointgoal")  # observations [distance in m, angle]
 ANGLES = ("compass", "heading")  # observations of one angle
-SCENE_EPISODES = 50  # of training in a scene before the next one: loading a scene takes seconds
-MIN_SCENES = 16  # of an environment, if there are as many
+SCENE_EPISODES = 50  # training episodes in a scene before the next: loading takes seconds
+MIN_SCENES = 16  # for each environment, if there are that many
 
 CONDA = "conda install habitat-sim withbullet headless -c conda-forge -c aihabitat-nightly"
 INSTALL = f"{CONDA}; pip install habitat-lab"
@@ -36,7 +36,7 @@ DATA_SETS = "habitat_test_pointnav_dataset habitat_test_scenes"
 DOWNLOAD = f"python -m habitat_sim.utils.datasets_download --uids {DATA_SETS}"
 TABLE = "see https://github.com/facebookresearch/habitat-lab/blob/main/DATASETS.md"
 ELSEWHERE = "--env-kwargs habitat.dataset.data_path=... habitat.dataset.scenes_dir=..."
-# else simulator and plugins, which read this when imported, write dozens of lines a run
+# simulator and plugins read this when imported; otherwise they write dozens of lines a run
 QUIET = {"MAGNUM_LOG": "quiet", "HABITAT_SIM_LOG": "quiet", "GLOG_minloglevel": "2"}
 
 # ----------------------------------------------------------------------------------- Configuration
@@ -345,8 +345,8 @@ class HabitatEnv(gym.Env):
 
 
 def main(argv=None):
-    """Say what Habitat needs and what is missing; make one environment and step it. Arguments are
-    HabitatEnv's, as KEY=VALUE. Returns the exit status."""
+    """Check whether Habitat and its data are there, make one environment and step it. The arguments
+    are HabitatEnv's, as KEY=VALUE. Returns the exit status."""
     words = sys.argv[1:] if argv is None else argv
     try:
         arguments = dict(word.split("=", 1) for word in words)

@@ -69,8 +69,8 @@ def overlaps(box, boxes_K4):
 
 
 def wall_pieces(rng, start, end):
-    """What a wall from `start` to `end` leaves standing beside its doorway (one wall in five has
-    none)."""
+    """The pieces of a wall from `start` to `end` beside its doorway. One wall in five has no
+    doorway. """
     if rng.random() < 0.2:
         return [(start, end)]
     width = rng.uniform(0.8, 1.3)
@@ -153,14 +153,18 @@ def check_camera(camera, image_size):
 
 
 class PointNav(gym.Env):
-    """PointGoal navigation (DD-PPO section 4) in the built-in simulator: reach a point given in the
-    agent's own polar coordinates.
+    """PointGoal navigation (DD-PPO section 4) in the built-in simulator. The agent must reach a
+    point that it knows in its own polar coordinates.
 
-    Observation: `depth` (float32, 0..1 = 0..10 m along the optical axis, H x W x 1) or `rgb`
-    (uint8, H x W x 3), 90 degrees wide, and `goal` = [distance in m, cos, sin of its bearing].
-    Actions: stop, forward 0.25 m, left 10, right 10 degrees. Reward: decrease of geodesic distance
-    - 0.01, and 2.5 * SPL at a successful stop (within 0.2 m). A stop terminates, the 500th step
-    truncates. The seed of `reset` decides the floor plan and the episode.
+    Observation    `depth`: float32, H x W x 1, 0..1 for 0..10 m along the optical axis; or
+                   `rgb`: uint8, H x W x 3. The camera sees 90 degrees.
+                   `goal`: distance in m, cosine and sine of the bearing
+    Actions        stop, forward 0.25 m, left 10 degrees, right 10 degrees
+    Reward         decrease of the geodesic distance, minus 0.01. A successful stop, within 0.2 m of
+                   the goal, adds 2.5 * SPL
+    End            a stop terminates, and the 500th step truncates
+
+    The seed of `reset` determines the floor plan and the episode.
     """
 
     metadata = {
@@ -227,14 +231,14 @@ class PointNav(gym.Env):
         self.geodesic = self.waypoints(self.position).min()
 
     def walk(self, action):
-        """Go forward, or turn left or right."""
+        """Move forward, or turn left or right."""
         if action == 1:
             self.move()
         elif action >= 2:
             self.heading += TURN_RAD if action == 2 else -TURN_RAD
 
     def move(self, metres=FORWARD_M):
-        """One step forward; at an obstacle the rest of the way slides along its side."""
+        """Move one step forward. At an obstacle, the rest of the step slides along its side."""
         way_2 = metres * np.array([math.cos(self.heading), math.sin(self.heading)])
         for _ in range(2):
             (reach,), (box,) = ray_boxes(self.position, way_2[None], self.plan.blocked_K4)
@@ -242,19 +246,20 @@ class PointNav(gym.Env):
             self.position = self.position + share * way_2
             self.path_m += share * math.hypot(*way_2)
             x0, _, x1, _ = self.plan.blocked_K4[box]
-            along_2 = [1, 0] if x0 < self.position[0] < x1 else [0, 1]  # the side that it touches
+            # along the side that the agent touches
+            along_2 = [1, 0] if x0 < self.position[0] < x1 else [0, 1]
             way_2 = (1 - share) * way_2 * along_2
             if reach > 1.0 or not way_2.any():
                 break
         self.path.append(self.position)
 
     def waypoints(self, position_2):
-        """Length of the shortest path to the goal through each point in sight (corners, and last
-        the goal itself)."""
+        """Length of the shortest path to the goal through each point in sight. The points are the
+        corners and, last, the goal itself."""
         return sight(position_2, self.waypoints_C2, self.plan.blocked_K4) + self.beyond_C
 
     def shortest_path(self):
-        """Points of the shortest path from where the agent stands to the goal."""
+        """Points of the shortest path from the agent to the goal."""
         points = [self.position]
         beyond = np.inf
         while beyond > 0:
@@ -265,8 +270,8 @@ class PointNav(gym.Env):
         return points
 
     def observe(self, goal=None):
-        """What the agent perceives, with its goal or another one: one ray per image column gives
-        the wall's depth; floor and ceiling are planes."""
+        """The agent's observation, with its own goal or another one. One ray per image column gives
+        the depth of the wall. Floor and ceiling are planes."""
         cos = math.cos(self.heading)
         sin = math.sin(self.heading)
         ray_W2 = np.stack([cos - sin * self.slope_W, sin + cos * self.slope_W], axis=1)
@@ -284,7 +289,7 @@ class PointNav(gym.Env):
         return {self.camera: image, "goal": goal_3}
 
     def render(self):
-        """What the camera sees: uint8, H x W x 3."""
+        """The camera's picture: uint8, H x W x 3."""
         image = self.observe()[self.camera]
         return image if self.camera == "rgb" else (image * 255).astype(np.uint8).repeat(3, axis=2)
 
@@ -302,13 +307,16 @@ def make(
     image_size=64,
     **overrides,
 ):
-    """PointNav in the built-in simulator or in Habitat.
+    """Make PointNav in the built-in simulator or in Habitat.
 
-    `simulator`: builtin, habitat, or auto: Habitat where it is installed with its data, unless the
-    run has --num-workers 0. `camera`: depth or rgb, of `image_size` x `image_size` pixels.
-    `overrides` have keys with a dot, such as habitat.dataset.data_path: they are for Habitat's
-    configuration, and ask for Habitat. Raises ValueError for other values, and what HabitatEnv
-    raises if Habitat is asked for and missing.
+    simulator    builtin, habitat or auto. auto chooses Habitat if it is installed with its data,
+                 unless the run has --num-workers 0
+    camera       depth or rgb, with `image_size` x `image_size` pixels
+    overrides    keys with a dot for Habitat's configuration, such as habitat.dataset.data_path.
+                 They require Habitat
+
+    Raises ValueError for other values, and the errors of HabitatEnv if Habitat is required and
+    missing.
     """
     if simulator not in ("auto", "builtin", "habitat"):
         raise ValueError(f"simulator={simulator}: must be auto, builtin or habitat")

@@ -1,12 +1,11 @@
-"""Mobile manipulation in the flats of `pointnav`: a robot with a base and an arm picks an object up
+"""Mobile manipulation in the flats of `pointnav`. A robot with a base and an arm picks up an object
 and puts it down.
 
     python ver_ppo.py --env-id notebooks.environments.rearrange:Pick-v0 --target-entropy 0
 
-Pick-v0 and Place-v0 begin within the arm's reach of the object, or of the place where it belongs.
-PickArm-v0 and PlaceArm-v0 are the same without the base: the arm has to do it alone (VER sections 4
-and 6). Arguments: camera and image_size, as of PointNav. Importing this file registers all four.
-"""
+Pick-v0 begins within the arm's reach of the object, and Place-v0 within reach of the place where
+the object belongs. In PickArm-v0 and PlaceArm-v0 the base cannot move (VER sections 4 and 6). The
+arguments are camera and image_size, as for PointNav. Importing this file registers all four. """
 
 import math
 
@@ -16,7 +15,7 @@ import numpy as np
 from notebooks.environments.habitat import GOAL_SPACE
 from notebooks.environments.pointnav import PointNav, ray_boxes, sight
 
-# what one step can do at most
+# the largest movement in one step
 BASE_M = 0.15
 BASE_RAD = math.radians(15)
 ARM_M = 0.1
@@ -26,24 +25,26 @@ REACH_M = (0.2, 0.9)
 SWING_RAD = math.radians(60)
 GRIP_M = 0.1
 PLACE_M = 0.15
-STARTS_M = (0.35, 0.85)  # from the object, or the place, at the start
+STARTS_M = (0.35, 0.85)  # distance from the object or the place at the start
 STOP = 0.9
 STEP_LIMIT = 100
 
 
 class Rearrange(PointNav):
-    """A robot that has to hold an object (`pick`), or to have put it where it belongs (`place`),
-    when it stops.
+    """A robot that must hold an object when it stops (`pick`), or must have put the object into its
+    place (`place`).
 
-    Observation: `depth` or `rgb` as in PointNav, `goal`: the object (`place`: its place) as
-    distance, cosine and sine of the bearing from the base, `arm`: its length in m, its angle to the
-    base in radians, 1 if it holds the object.
-    Action, -1..1 each: extend the arm 0.1 m, swing it 15 degrees, close (> 0) or open the gripper,
-    stop (> 0.9), and with `base` drive 0.15 m, turn 15 degrees. A gripper that is closed within
-    0.1 m of the object holds it.
-    Reward: decrease of the distance between gripper (`place`: object) and goal - 0.01; 1 for
-    holding the object (`place`: for having put it down there), -1 for losing that again; 2.5 for
-    success at a stop. A stop terminates, the 100th step truncates.
+    Observation    `depth` or `rgb`, as in PointNav
+                   `goal`: the object, or with `place` its place, as distance in m, cosine and sine
+                   of the bearing from the base
+                   `arm`: length in m, angle to the base in radians, 1 if it holds the object
+    Action         numbers in -1..1: extend the arm by 0.1 m, swing it by 15 degrees, close the
+                   gripper (> 0) or open it, stop (> 0.9). With `base` also: drive 0.15 m, turn 15
+                   degrees. A gripper that closes within 0.1 m of the object holds it
+    Reward         decrease of the distance from the gripper (`place`: from the object) to the goal,
+                   minus 0.01. Holding the object (`place`: having put it down in its place) adds 1,
+                   losing that again subtracts 1, and success at a stop adds 2.5
+    End            a stop terminates, and the 100th step truncates
     """
 
     metadata = PointNav.metadata | {"metrics": ("success",)}
@@ -65,16 +66,16 @@ class Rearrange(PointNav):
         self.observation_space = gym.spaces.Dict(spaces)
 
     def reset(self, *, seed=None, options=None):
-        """Begin an episode. `options["far_m"]` = (low, high): that far from the goal by the
-        shortest path, in any direction, instead of within reach."""
+        """Begin an episode. With `options["far_m"]` = (low, high), the shortest path to the goal
+        has a length in this range, instead of beginning within reach."""
         far_m = (options or {}).get("far_m")
         self.holds = self.skill == "place"
         while True:
-            self.object = np.zeros(2)  # PointNav's reset observes before all is there
+            self.object = np.zeros(2)  # PointNav's reset needs these for its observation
             self.place = self.object
             self.length = 0.0
             self.swing = 0.0
-            super().reset(seed=seed)  # draws a flat, and in it the goal
+            super().reset(seed=seed)  # draws a flat and a goal in it
             seed = None
             self.object = self.goal
             self.place = self.goal
@@ -149,13 +150,13 @@ class Rearrange(PointNav):
 
     @property
     def done(self):
-        """Whether the skill has done what it is for."""
+        """Whether the skill has reached its aim."""
         if self.skill == "pick":
             return self.holds
         return not self.holds and math.dist(self.object, self.place) <= PLACE_M
 
     def measure(self):
-        """What the reward is the increase of."""
+        """The quantity whose increase is the reward."""
         if self.skill == "pick":
             left_m = math.dist(self.gripper, self.object)
         else:
@@ -163,7 +164,7 @@ class Rearrange(PointNav):
         return float(self.done) - left_m
 
     def navigate(self, action, goal_2):
-        """A step of a PointNav agent towards this goal. Returns what that agent sees then, and
+        """Make a step of a PointNav agent with this goal. Returns the agent's next observation, and
         whether it has stopped."""
         self.walk(action)
         if self.holds:
@@ -171,7 +172,7 @@ class Rearrange(PointNav):
         return self.see(goal_2), action == 0
 
     def see(self, goal_2):
-        """What a PointNav agent with this goal sees."""
+        """The observation of a PointNav agent with this goal."""
         return super().observe(goal_2)
 
     def observe(self):

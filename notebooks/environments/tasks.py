@@ -1,4 +1,4 @@
-"""The two tasks that DD-PPO's agents were transferred to (section 6), in PointNav's simulators.
+"""The two tasks to which DD-PPO transfers its agents (section 6), in PointNav's simulators.
 
     python ver_ppo.py --env-id notebooks.environments.tasks:Flee-v0
         --extensions "transfer(file=FILE, reset=critic)"
@@ -16,11 +16,11 @@ from notebooks.environments.habitat import HabitatEnv
 
 
 class TransferTask(gym.Wrapper):
-    """One of the two tasks. `score` is what an episode is measured by: metres of geodesic distance
-    from its start, or square metres visited; the reward is its increase. A stop ends the episode.
+    """One of the two tasks. `score` is the geodesic distance from the start in meters, or the
+    visited area in square meters. The reward is the increase of the score. A stop ends the episode.
 
-    Spaces are those of PointNav, so that its policies fit, and the goal says nothing, as in the
-    paper. The arguments other than `metric` are PointNav's.
+    The spaces are those of PointNav, so that its policies fit. As in the paper, the goal carries no
+    information. All arguments except `metric` are PointNav's.
     """
 
     def __init__(self, metric, **arguments):
@@ -36,7 +36,7 @@ class TransferTask(gym.Wrapper):
         self.places = set()
         self.score = 0.0
         if not self.habitat:
-            self.unwrapped.aim(self.start)  # its geodesic distance is now the one to the start
+            self.unwrapped.aim(self.start)  # its geodesic distance is then measured to the start
         self.measure()
         return self.without_goal(observation), info
 
@@ -50,7 +50,7 @@ class TransferTask(gym.Wrapper):
 
     @property
     def position(self):
-        """Of the agent in m: x and y, in Habitat x, height and z."""
+        """The agent's position in m: x and y. In Habitat: x, height and z."""
         if self.habitat:
             return np.array(self.habitat.get_agent_state().position)
         return self.unwrapped.position
@@ -67,7 +67,7 @@ class TransferTask(gym.Wrapper):
             self.score = float(self.unwrapped.geodesic)
 
     def without_goal(self, observation):
-        """The same observation with a goal that says nothing."""
+        """The same observation, with a goal that carries no information."""
         return observation | {"goal": np.array([1, 1, 0], np.float32)}
 
 

@@ -1,5 +1,5 @@
-"""Trained skills, one after the other: fetch an object and bring it to its place (TP-SRL; VER
-sections 4 and 6)."""
+"""Run trained skills in a chain: fetch an object and bring it to its place (TP-SRL, in VER sections
+4 and 6)."""
 
 import math
 
@@ -12,11 +12,11 @@ HANDOFF_M = 0.6  # how far before the object, or its place, Navigate ends
 
 
 def begin(seed, split="val", far_m=(1.0, 99.0), **camera):
-    """A robot somewhere in a flat, as far as `far_m` says from an object by the shortest path, and
-    a place for the object, a metre from it at least."""
+    """Make a flat with a robot, an object and a place for the object. `far_m` is the length of the
+    shortest path to the object. The place is at least a meter from the object."""
     env = rearrange.Rearrange("pick", True, split, **camera)
     env.reset(seed=seed, options={"far_m": far_m})
-    while not 1.0 <= env.waypoints(env.place).min() < math.inf:  # they lead to the object
+    while not 1.0 <= env.waypoints(env.place).min() < math.inf:  # waypoints lead to the object
         env.place = env.free_point()
     return env
 
@@ -36,8 +36,8 @@ def point_before(env, target_2):
 
 
 def run_navigate(env, policy, target_2):
-    """Navigate to where the next skill can begin. Returns whether the robot stopped there, within
-    0.2 m."""
+    """Navigate to the point where the next skill can begin. Returns whether the robot stopped
+    within 0.2 m of it."""
     skill = Skill(policy)
     goal_2 = point_before(env, target_2)
     stopped = False
@@ -50,8 +50,8 @@ def run_navigate(env, policy, target_2):
 
 
 def run_skill(env, policy, name):
-    """Pick or place from where the robot stands, until it stops. Returns whether it was done
-    then."""
+    """Run Pick or Place from the robot's position until it stops. Returns whether the skill
+    succeeded."""
     skill = Skill(policy)
     observation, info = env.begin(name)
     ended = False
@@ -63,9 +63,10 @@ def run_skill(env, policy, name):
 
 
 def run_chain(env, policies):
-    """The planner: Navigate, Pick, Navigate, Place; without `navigate` among the policies, Pick,
-    Place. Nothing tells the robot that a skill has failed, but without the object there is nothing
-    to place. Returns the stages: name, whether all has gone well until then, path."""
+    """The planner: run Navigate, Pick, Navigate and Place. If `policies` has no `navigate`, run
+    only Pick and Place. The robot does not notice that a skill has failed, but without the object
+    it cannot place anything. Returns a list of stages: name, whether everything has succeeded so
+    far, path."""
     stages = []
     well = True
     for stage in ("navigate", "pick", "navigate", "place"):

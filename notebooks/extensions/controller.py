@@ -1,11 +1,11 @@
-"""The neural controller (DD-PPO section 6, appendix D): a trained PointNav agent as the legs of a
-new one.
+"""The neural controller (DD-PPO section 6, appendix D). A trained PointNav agent walks where a new
+planner tells it to go.
 
     python ver_ppo.py --env-id notebooks.environments.tasks:Flee-v0 --policy "controller(file=FILE)"
 
 FILE is the checkpoint of a `pointnav` run with the same camera, image_size, --hidden-size and
---lstm-layers. Its weights stay as they are. What learns is a planner, which tells the agent at
-every step where to go:
+--lstm-layers. Its weights are frozen. Only the planner learns. At every step, it sets the agent's
+goal:
 
     image -> encoder --+--> planner's LSTM ----+--> value
                        |                       |
@@ -24,9 +24,9 @@ import ver_ppo
 
 
 class Planner(ver_ppo.Policy):
-    """A policy whose `heads` give a goal instead of a distribution: distance in m, cosine and sine
-    of the bearing (of any length). It has no encoders: it gets the agent's features in the place of
-    observations."""
+    """A policy whose `heads` return a goal instead of a distribution: distance in m, and cosine and
+    sine of the bearing, not normalized. It has no encoders. It receives the agent's features
+    instead of observations."""
 
     def __init__(self, spec, options, encoders):
         self.seen = encoders  # a list: they are the agent's, not the planner's
@@ -54,10 +54,11 @@ def reads_goal(encoder):
 
 
 class NeuralController(ver_ppo.Policy):
-    """A frozen agent, whose weights come from the checkpoint `file` by their names, and a planner
-    that sets its goals. The rows of the recurrent state are the planner's, then the agent's.
+    """A frozen agent and a planner that sets its goals. The agent's weights are loaded by name from
+    the checkpoint `file`. The rows of the recurrent state are first the planner's, then the
+    agent's.
 
-    Raises UserError if there is no goal to be set, no image, or no agent.
+    Raises UserError if the observation has no goal or no image, or if the agent is missing.
     """
 
     def __init__(self, spec, options, file=None):
@@ -77,13 +78,14 @@ class NeuralController(ver_ppo.Policy):
         self.state_shape = (2 * self.rows, hidden)
 
     def train(self, mode=True):
-        """The agent's encoders stay in evaluation mode, so that their statistics do not move."""
+        """As nn.Module.train, but keep the agent's encoders in evaluation mode, so that their
+        statistics do not change."""
         super().train(mode)
         self.encoders.eval()
         return self
 
     def take_agent(self, file):
-        """The agent's weights. Raises UserError."""
+        """Load the agent's weights. Raises UserError."""
         if not file:
             raise ver_ppo.UserError("controller: give an agent's checkpoint, controller(file=FILE)")
         saved = ver_ppo.load_checkpoint(file)["policy"]
@@ -98,19 +100,17 @@ class NeuralController(ver_ppo.Policy):
 
     @property
     def critic(self):
-        """The one that learns is the planner's. (The agent's values, which nobody uses, are made
-        by it, too.)"""
+        """The planner's critic, which learns. (It also computes the agent's values, which are not
+        used.)"""
         return self.planner.critic
 
     def look(self, obs):
-        """What planner and agent see, computed once for both: the features of everything but the
-        goal."""
+        """Compute the features of all observations except the goal, once for planner and agent."""
         with torch.no_grad():
             return [encoder(obs) for encoder in self.planner.seen]
 
     def encode(self, seen, prev_action_BA, first_B):
-        """The agent's: as Policy.encode, but for what `look` has computed, and the planner's goal.
-        """
+        """As Policy.encode, for the agent, with the features of `look` and the planner's goal."""
         features, goal_B3 = seen
         features = iter(features)
         goal = {"goal": goal_B3}
@@ -120,7 +120,8 @@ class NeuralController(ver_ppo.Policy):
         return torch.cat([*parts, self.embed(prev_action_BA, first_B)], dim=1)
 
     def step(self, obs, prev_action_BA, first_B, state_B):
-        """As Policy.step: the planner's goal and value, then what the agent does about the goal."""
+        """As Policy.step. The planner computes goal and value, then the agent chooses the
+        action."""
         features = self.look(obs)
         own_B = state_B[:, : self.rows]
         agent_B = state_B[:, self.rows :]

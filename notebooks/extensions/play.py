@@ -1,4 +1,4 @@
-"""Load a trained policy, and let it act: one robot, one episode, no trainer. Or film it:
+"""Load a trained policy and let it act: one robot, one episode, no trainer. As a program, film it:
 
     python -m notebooks.extensions.play runs/pointnav__ver__1__1700000000 --film film.gif
 """
@@ -20,11 +20,11 @@ FRAMES_SEC = 10
 
 
 def load_policy(folder, trust=False):
-    """Policy and options of a finished run, on the CPU. `trust`: load whatever code the run names,
-    as `ver_ppo.check_foreign` explains. Raises UserError."""
+    """Load the policy and the options of a run, on the CPU. With `trust`, load any code that the
+    run names; `ver_ppo.check_foreign` explains why. Raises UserError."""
     path = Path(folder) / "checkpoint.pt"
     saved = ver_ppo.load_checkpoint(path)["options"]
-    known = {field.name for field in fields(ver_ppo.Options)}  # not ver_multigpu's, say
+    known = {field.name for field in fields(ver_ppo.Options)}  # without those of ver_multigpu
     kept = {name: value for name, value in saved.items() if name in known}
     options = ver_ppo.Options(**kept | {"device": "cpu", "resume": str(folder)})
     if not trust:
@@ -38,8 +38,8 @@ def load_policy(folder, trust=False):
 
 
 class Skill:
-    """A policy that acts for one robot: its memory, empty at first, and its last action. `greedy`:
-    it takes the most probable actions in place of sampled ones."""
+    """A policy that acts for one robot, with its memory and its last action. With `greedy`, it
+    takes the most probable action instead of sampling."""
 
     def __init__(self, policy, greedy=False):
         self.policy = policy
@@ -47,7 +47,7 @@ class Skill:
         self.reset()
 
     def reset(self):
-        """Forget everything: another episode begins."""
+        """Forget everything, because an episode begins."""
         policy = self.policy
         self.state = torch.zeros(1, *policy.state_shape)
         self.first = torch.tensor([True])
@@ -58,7 +58,7 @@ class Skill:
 
     @torch.inference_mode()
     def act(self, observation):
-        """The next action."""
+        """Choose the next action."""
         obs = {key: torch.from_numpy(part)[None] for key, part in observation.items()}
         inputs = (obs, self.action, self.first, self.state)
         distribution, _, self.state = self.policy.step(*inputs)
@@ -68,9 +68,8 @@ class Skill:
 
 
 class Agent(Skill):
-    """A policy in the environment that it has learned in, of any kind: takes observations as they
-    come, and gives actions as that environment wants them. `spec` is what `describe_env` says of
-    it."""
+    """A policy for any environment that it was trained in. It takes the environment's own
+    observations and returns the environment's own actions. `spec` comes from `describe_env`."""
 
     def __init__(self, policy, spec, greedy=False):
         super().__init__(policy, greedy)
@@ -83,8 +82,8 @@ class Agent(Skill):
 
 
 def play(policy, env, seed):
-    """Play one episode: yields the environment, without wrappers, after every step; its last `info`
-    is in `env.info`."""
+    """Play one episode. Yields the environment without its wrappers after every step, with the last
+    `info` in `env.info`."""
     env = env.unwrapped
     skill = Skill(policy)
     observation, _ = env.reset(seed=seed)
@@ -97,8 +96,8 @@ def play(policy, env, seed):
 
 
 def frames(env, agent, seed, metrics):
-    """Play an episode, at most MOST_FRAMES steps: yields the pictures that the environment renders.
-    At the end, the dictionary `metrics` has the metrics of the episode. Raises UserError."""
+    """Play an episode of at most MOST_FRAMES steps, and yield the rendered pictures. At the end,
+    the dictionary `metrics` has the episode's metrics. Raises UserError."""
     agent.reset()
     observation, _ = env.reset(seed=seed)
     for _ in range(MOST_FRAMES):
@@ -113,7 +112,8 @@ def frames(env, agent, seed, metrics):
 
 
 def write_film(path, pictures):
-    """Write pictures (H x W x 3, bytes) as GIF or MP4, by the path's ending. Raises UserError."""
+    """Write pictures (H x W x 3, bytes) as GIF or MP4, depending on the path's ending. Raises
+    UserError."""
     if path.suffix == ".mp4":
         try:
             import imageio.v2
@@ -132,7 +132,7 @@ def write_film(path, pictures):
 
 
 def film(options):
-    """Write films as the options say. Returns their paths. Raises UserError."""
+    """Write the films. Returns their paths. Raises UserError."""
     if options.episodes < 1:
         raise ver_ppo.UserError(f"--episodes {options.episodes}: must be 1 or more")
     if options.film.suffix not in (".gif", ".mp4"):
@@ -164,17 +164,17 @@ class Options:
     """Film the policy of a run."""
 
     run: tyro.conf.Positional[Path]  # its folder
-    film: Path = Path("film.gif")  # where to write the film: .gif or .mp4
-    episodes: int = 3  # of the validation split
-    each: bool = False  # a film of each episode, with its metrics in the name
-    greedy: bool = False  # with the most probable actions instead of sampled ones
+    film: Path = Path("film.gif")  # file to write: .gif or .mp4
+    episodes: int = 3  # number of validation episodes
+    each: bool = False  # write one film for each episode, with its metrics in the name
+    greedy: bool = False  # take the most probable actions instead of sampling
     # further arguments of the environment, KEY=VALUE (a map in Habitat's pictures, say)
     env_kwargs: tuple[str, ...] = ()
     trust: bool = False  # load whatever code the run names: it is your own
 
 
 def main(argv=None):
-    """Command line. Exit status 0, or 2 with one line that says why."""
+    """Run the command line. Returns exit status 0, or 2 with one line that gives the reason."""
     options = tyro.cli(Options, args=argv)
     try:
         paths = film(options)

@@ -1,5 +1,5 @@
-"""Keep every checkpoint of a run, and evaluate them as a series. (DD-PPO and VER choose the
-checkpoint that is best in validation.)
+"""Keep every checkpoint of a run, and evaluate all of them. (DD-PPO and VER choose the checkpoint
+that is best in validation.)
 
     python ver_ppo.py --env-id pointnav --extensions keep --checkpoint-interval 200000
     python -m notebooks.extensions.series RUN_FOLDER --eval-episodes 100
@@ -25,7 +25,7 @@ USUAL = "spl", "success", "return"  # by which the best is chosen
 
 
 class Keep(ver_ppo.Run):
-    """Each checkpoint that is written is kept, too: RUN_FOLDER/checkpoints/STEP.pt."""
+    """Keep a copy of each checkpoint: RUN_FOLDER/checkpoints/STEP.pt."""
 
     def open_folder(self):
         folder = super().open_folder()
@@ -46,20 +46,20 @@ class Keep(ver_ppo.Run):
 
 @dataclass(frozen=True)
 class Options:
-    """Evaluate the checkpoints that `--extensions keep` has kept, or else the last; name the best.
-    """
+    """Evaluate the checkpoints that `--extensions keep` has kept, or otherwise the last one. Print
+    the best."""
 
     run: tyro.conf.Positional[str]  # run folder
-    # of each checkpoint; all: each of the validation split once, if it has a limited number
+    # episodes for each checkpoint; all: each validation episode once, if their number is limited
     eval_episodes: int | Literal["all"] = 200
-    greedy: bool = False  # with the most probable actions instead of sampled ones
-    # by which the best is chosen; default: the first of spl, success and return that there is
+    greedy: bool = False  # take the most probable actions instead of sampling
+    # metric that chooses the best; default: spl, otherwise success, otherwise return
     metric: str | None = None
 
 
 def evaluate_series(options):
-    """Evaluate a folder's checkpoints, in order of their steps, and write the results. Returns the
-    path of the best. Raises UserError."""
+    """Evaluate a folder's checkpoints in order of their steps, and write the results. Returns the
+    path of the best checkpoint. Raises UserError."""
     folder = Path(options.run)
     path_of = {int(path.stem): path for path in folder.glob("checkpoints/*.pt")}
     last = folder / "checkpoint.pt"
@@ -98,8 +98,7 @@ def evaluate_series(options):
 
 
 def count_episodes(options):
-    """How many episodes the validation split has. Raises UserError if the environment does not say.
-    """
+    """The number of validation episodes. Raises UserError if the environment does not tell it."""
     env = ver_ppo.make_env(options, "val")
     count = getattr(env.unwrapped, "num_episodes", None)
     env.close()
@@ -110,7 +109,7 @@ def count_episodes(options):
 
 
 def main(argv=None):
-    """Run the command line. Returns the exit status: 0, or 1 if an environment failed, 2 if
+    """Run the command line. Returns the exit status: 0, 1 if an environment failed, or 2 if
     something was refused."""
     options = tyro.cli(Options, args=argv)
     try:

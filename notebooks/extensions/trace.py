@@ -1,4 +1,4 @@
-"""A run's timeline: open it in ui.perfetto.dev or chrome://tracing.
+"""Write a run's timeline. Open it in ui.perfetto.dev or chrome://tracing.
 
     python ver_ppo.py --env-id pointnav --extensions "trace(file=trace.json)"
 """
@@ -16,11 +16,11 @@ MOST_BYTES = 10_000_000  # more than a viewer likes
 
 
 class Trace(ver_ppo.Run):
-    """Each environment's steps, each inference batch with its size, each learning phase. Rank 1 of
-    many writes `FILE.1`, and so on."""
+    """Write each environment's steps, each inference batch with its size, and each learning phase.
+    With many ranks, rank 1 writes `FILE.1`, and so on."""
 
     file: str = "trace.json"
-    trace = None  # the file, from the first update on: a run without one leaves it as it is
+    trace = None  # opened at the first update, so a run without an update keeps an old file
     ended = False
 
     def open_folder(self):
@@ -37,8 +37,8 @@ class Trace(ver_ppo.Run):
         return super().open_folder()
 
     def log(self, rollout, logs):
-        """As Run.log; adds an update to the trace. If that fails (a full disk), says so, and
-        continues without a trace."""
+        """As Run.log, and add an update to the trace. If that fails, for example on a full disk,
+        print a line and continue without a trace."""
         try:
             if not (self.trace or self.ended):
                 self.trace = open(self.path, "w")
@@ -59,14 +59,14 @@ class Trace(ver_ppo.Run):
 
 
 def is_trace(path):
-    """Whether a file is empty, or begins as a trace does. (The file's name may come from the
-    checkpoint of a stranger.)"""
+    """Whether a file is empty or begins like a trace. (Its name may come from a stranger's
+    checkpoint, so no other file is overwritten.)"""
     with open(path, errors="replace") as file:
         return file.read(2) in ("", "[\n")
 
 
 def write_trace(file, steps, learning_sec):
-    """Append steps and the learning from them, which has just ended, in Chrome's trace format."""
+    """Append steps, and the learning phase that has just ended, in Chrome's trace format."""
     spans = []  # lane, name, begin, seconds
     for e, began_at, sec in steps[["env", "began_at", "step_sec"]].tolist():
         spans.append((f"environment {e}", "step", began_at, sec))

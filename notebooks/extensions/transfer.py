@@ -1,4 +1,4 @@
-"""Transfer to another task (DD-PPO section 6): begin with the weights of another run.
+"""Transfer to another task (DD-PPO section 6): start from the weights of another run.
 
     python ver_ppo.py --env-id notebooks.environments.tasks:Flee-v0
         --extensions "transfer(file=runs/.../checkpoint.pt, freeze=True, reset=critic)"
@@ -10,9 +10,11 @@ RESETS = "nothing", "critic", "policy"
 
 
 class Transfer(ver_ppo.Run):
-    """A new run takes the weights of the checkpoint `file`, as far as names and shapes agree, but
-    for what `reset` names: `critic`, or `policy`, all but the encoders. With `freeze`, the
-    encoders of images do not learn, statistics included. A resumed run loads nothing."""
+    """Start a new run from the weights of the checkpoint `file`, where names and shapes agree.
+
+    `reset` names weights that are not loaded: `nothing`, `critic`, or `policy`, which is everything
+    except the encoders. With `freeze`, the encoders of images do not learn, and their statistics do
+    not change. A resumed run loads nothing."""
 
     file: str | None = None
     freeze: bool = False
@@ -32,20 +34,20 @@ class Transfer(ver_ppo.Run):
 
 
 def freeze(encoder):
-    """Stop an encoder from learning. It stays in evaluation mode, whatever mode its policy changes
-    to, so its statistics do not move either."""
+    """Stop an encoder from learning. It stays in evaluation mode even if its policy changes the
+    mode, so its statistics do not change either."""
     encoder.requires_grad_(False).eval()
     encoder.train = lambda mode=True: encoder
 
 
 def image_encoders(policy):
-    """Those encoders of a policy that read images."""
+    """The encoders of a policy that read images."""
     return [encoder for encoder in policy.encoders if hasattr(encoder, "image")]
 
 
 def start_from(policy, path, reset):
-    """Put the weights of a checkpoint into a policy. Raises UserError if encoders, or other weights
-    that do not learn, are not among them."""
+    """Load the weights of a checkpoint into a policy. Raises UserError if the checkpoint lacks
+    encoders, or other weights that do not learn."""
     saved = ver_ppo.load_checkpoint(path)["policy"]
     own = policy.state_dict()
     may_differ = "log_ent_coef", "critic.scale"

@@ -1,5 +1,5 @@
-"""Many ranks under a virtual clock: no processes, and time is computed. The functions by which
-ver_multigpu.py ends a rollout decide here, too."""
+"""Many ranks under a virtual clock, without processes. The same functions as in ver_multigpu.py
+decide when a rollout ends."""
 
 import numpy as np
 
@@ -20,17 +20,17 @@ def simulate(
     steps=0.4,
     learning_sec=20.0,
 ):
-    """Steps per second of all ranks, and `hindsight`: the same, had the best S of each rollout been
-    known.
+    """Compute the steps per second of all ranks, and `hindsight`, the same with the best S of each
+    rollout.
 
     A step takes about a second. `scenes` and `steps` are the log-normal spreads between scenes and
-    between the steps of a scene; with every rollout, half of the environments change their scene.
+    between the steps of a scene. In every rollout, half of the environments change their scene.
     Averaging gradients costs nothing.
     """
     rng = np.random.default_rng(seed)
     variable = sampler == "ver"
     most = num_steps * (6 if variable else 1)  # steps of one environment in one rollout
-    most_of_one = num_steps * (num_envs if variable else 1)  # that a rank may take from it
+    most_of_one = num_steps * (num_envs if variable else 1)  # that a rank may take from one
     size = num_ranks, num_envs
     scene_RN = rng.lognormal(0, scenes, size)
     residual_RN = scene_RN * rng.random(size)  # seconds until a step in flight is complete
@@ -77,8 +77,11 @@ def simulate(
 
 
 def arrivals(residual_RN, duration_RNK, sampler, num_steps):
-    """When the S steps of each rank's rollout are complete, in order: R x S; of which environments
-    they are: R x S; and when all K steps of every environment would be: R x N x K."""
+    """Compute when steps are complete. Returns three arrays:
+
+    - the times of the S steps of each rank's rollout, in order: R x S
+    - the environments of these steps: R x S
+    - the times of all K steps of every environment: R x N x K"""
     num_ranks, num_envs = residual_RN.shape
     if sampler == "sync":  # each step of all takes as long as the slowest
         slowest_R1K = duration_RNK.max(axis=1, keepdims=True)
@@ -96,7 +99,7 @@ def arrivals(residual_RN, duration_RNK, sampler, num_steps):
 
 
 def step_seconds(arrival_S, env_S, there_S, end_sec, known_N, most_of_one):
-    """As ver_multigpu.step_seconds, of one rank. (How long a simulator took is not known here.)"""
+    """As ver_multigpu.step_seconds for one rank, without the simulators' own measurements."""
     steps_N = np.bincount(env_S[there_S], minlength=len(known_N))
     last_N = np.zeros(len(known_N))
     np.maximum.at(last_N, env_S[there_S], arrival_S[there_S])

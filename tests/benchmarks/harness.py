@@ -1,9 +1,9 @@
-"""What the benchmarks have in common: trainings that run as processes of their own, their curves,
-variants that are measured by turns, and the files that keep what was found.
+"""Shared code of the benchmarks: run trainings as separate processes, read their curves, alternate
+between variants, and keep results in files.
 
-A benchmark writes notebooks/results/NAME.json (--results: another folder), which says by which
-command, at which commit, when and on which machine; tables.py makes the tables of README.md and of
-the manual from these files. An earlier commit is measured in a folder of its own:
+A benchmark writes its results, with command, commit, date and machine, to
+notebooks/results/NAME.json, or to another folder with --results. tables.py makes the tables of
+README.md and of the manual from these files. To measure an earlier commit, check it out elsewhere:
 
     git worktree add /tmp/before COMMIT
     python tests/benchmarks/speed.py versions --variant ". --env-id pointnav" \\
@@ -56,10 +56,10 @@ LIVE = []  # processes that `execute` waits for
 
 
 def execute(words, checkout=ROOT, seconds=None, timeout_sec=7200.0, **environment):
-    """Run a command in a session of its own, to its end, or for so many seconds and until Ctrl-C.
-    Returns what it printed. However this ends, no process of it is left.
+    """Run a command in a session of its own, and return its output. With `seconds`, it gets a
+    Ctrl-C after that time. In any case, none of its processes is left.
 
-    Raises RuntimeError, with the end of what it printed, if it fails or outlives the timeout.
+    Raises RuntimeError, with the end of its output, if it fails or outlives the timeout.
     """
     environ = os.environ | {"PYTHONPATH": str(HERE)} | environment  # for simulators.py
     with tempfile.TemporaryFile("w+") as output:
@@ -85,8 +85,8 @@ def execute(words, checkout=ROOT, seconds=None, timeout_sec=7200.0, **environmen
 
 
 def end(process):
-    """Kill a process that leads a session, what is left of that, and the sessions of its children:
-    torchrun gives each rank one."""
+    """Kill a process that leads a session, its session, and the sessions of its children. (torchrun
+    gives each rank a session.)"""
     known = processes()
     sessions = {known[pid][1] for pid in tree_of(process.pid) if pid in known}
     stop({process.pid, *sessions})
@@ -94,8 +94,8 @@ def end(process):
 
 
 def together(calls, at_once):
-    """Call functions, at most so many at once; returns what they return. If one fails, or Ctrl-C
-    comes, the processes that they wait for end."""
+    """Call functions, at most `at_once` at the same time, and return their results. If a call
+    fails, or after Ctrl-C, the processes that they wait for are ended."""
     with ThreadPoolExecutor(at_once) as pool:
         futures = [pool.submit(call) for call in calls]
         try:
@@ -108,7 +108,7 @@ def together(calls, at_once):
 
 
 def apart(function, *arguments):
-    """What a benchmark's function returns, called in a fresh process."""
+    """Call a benchmark's function in a fresh process, and return its result."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(function, *arguments).result()
 
@@ -117,8 +117,12 @@ def apart(function, *arguments):
 
 
 class Trained:
-    """A training that has ended: its folder, TensorBoard's curves, tag -> 3 x K (steps, values,
-    when they were written), what it printed, and how long it took."""
+    """A finished training.
+
+    folder     its run folder
+    said       its output
+    seconds    how long it took
+    curves     TensorBoard's curves: tag -> 3 x K (steps, values, times of writing)"""
 
     def __init__(self, folder, said="", seconds=0.0):
         self.folder = folder
@@ -132,14 +136,14 @@ class Trained:
 
     @property
     def evaluation(self):
-        """What its evaluation printed: name -> [mean, standard error]."""
+        """The results of its evaluation: name -> [mean, standard error]."""
         line = re.search(r"evaluation, \d+ .*", self.said)[0]
         found = re.findall(r"(\w+) (\S+) ± ([\d.]+)", line)
         return {name: [float(mean), float(error)] for name, mean, error in found}
 
     def rate(self, first=WARM_UP):
         """Steps per second from the end of update `first` to the end of the last one. Raises
-        RuntimeError if it did not come to that."""
+        RuntimeError if there are too few updates."""
         none = np.zeros((3, 0))
         steps, _, written_at = self.curves.get("charts/learning_rate", none)[:, first - 1 :]
         if len(steps) < 2:
@@ -151,28 +155,28 @@ class Trained:
         return float(self.curves[tag][1, first:].mean())
 
     def per_step(self, tag):
-        """The same of what is logged of a whole update, for one of its steps."""
+        """As `mean`, for a tag that is logged for a whole update, divided by its steps."""
         steps, _, _ = self.curves[tag]
         return self.mean(tag) / float(np.diff(steps).mean())
 
     def last(self, tag):
-        """The last value of a tag; 0 if there is none."""
+        """The last value of a tag, or 0 if it has none."""
         return float(self.curves[tag][1, -1]) if tag in self.curves else 0.0
 
     def over_time(self, tags):
-        """Points of these curves, one for each update: "steps"; "seconds" since the first rollout
-        began; and under each tag its values."""
+        """The points of these curves, one for each update: "steps", "seconds" since the first
+        rollout began, and the values of each tag."""
         steps, _, written_at = self.curves["charts/learning_rate"]
         first_sec = sum(self.curves[f"time/{part}_sec"][1, 0] for part in ("rollout", "learning"))
         seconds = written_at - written_at[0] + first_sec
         found = {"steps": steps.astype(int).tolist(), "seconds": seconds.round(2).tolist()}
         for tag in tags:
-            own_steps, values, _ = self.curves[tag]  # none before the first episode has ended
+            own_steps, values, _ = self.curves[tag]  # no values before the first episode has ended
             found[tag] = np.interp(steps, own_steps, values).round(4).tolist()
         return found
 
     def thin(self, tags, points=60):
-        """A few points of those of these curves that there are: tag -> [steps, values]."""
+        """A few points of each existing curve: tag -> [steps, values]."""
         found = {}
         for tag in sorted(set(tags) & set(self.curves)):
             steps, values, _ = self.curves[tag]
@@ -182,8 +186,8 @@ class Trained:
 
 
 def train(arguments, runs_dir=None, ranks=0, script=None, **how):
-    """Train by this command line, in a process of its own, or by torchrun in so many ranks. Without
-    `runs_dir`, nothing is left in the file system. `how`: as `execute`, which does it."""
+    """Train with this command line in a process of its own, or with torchrun in `ranks` processes.
+    Without `runs_dir`, no file is left. `how` has arguments of `execute`."""
     script = script or ("ver_multigpu.py" if ranks else "ver_ppo.py")
     launcher = f"-m torch.distributed.run --standalone --nproc-per-node {ranks} " if ranks else ""
     words = [sys.executable, *shlex.split(f"{launcher}{script} {arguments}")]
@@ -197,7 +201,7 @@ def train(arguments, runs_dir=None, ranks=0, script=None, **how):
 
 
 def train_once(arguments, place, **how):
-    """The same, unless a finished run lies at this place already, which is where it is put."""
+    """As `train`, and move the run to `place`. A finished run that is already there is reused."""
     if not place.exists():
         unfinished = place.with_name(f"{place.name}.unfinished")
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -210,8 +214,8 @@ def train_once(arguments, place, **how):
 
 @contextlib.contextmanager
 def collecting(arguments, checkpoint=None):
-    """In this process: the ver_ppo.Run of a command line, with the weights of a checkpoint, and the
-    iterator over its rollouts."""
+    """Make the ver_ppo.Run of a command line in this process, with the weights of a checkpoint.
+    Yields the run and the iterator over its rollouts."""
     options = ver_ppo.parse_options(shlex.split(arguments))
     with tempfile.TemporaryDirectory() as runs_dir, contextlib.ExitStack() as stack:
         run = ver_ppo.Run(replace(options, runs_dir=runs_dir))
@@ -222,7 +226,7 @@ def collecting(arguments, checkpoint=None):
 
 
 def learn(run, rollout):
-    """One update of a run, from all of a rollout."""
+    """Make one update of a run from a rollout."""
     run.update(run.advantages(rollout))
 
 
@@ -230,15 +234,15 @@ def learn(run, rollout):
 
 
 def spread(values, digits=0):
-    """Median and range."""
+    """Median and range of numbers, as text."""
     low, middle, high = (f"{value:,.{digits}f}" for value in np.percentile(values, (0, 50, 100)))
     return f"{middle} ({low}–{high})"
 
 
 def by_turns(variants, rounds):
-    """Measure all variants in each round, one after the other, so that whatever disturbs, disturbs
-    all. `variants`: name -> function that returns a dictionary of numbers. Returns a dictionary of
-    these for each round. Prints the medians of `sps`, and the ratios to the first variant's."""
+    """Measure all variants in each round, so that a disturbance affects all of them. `variants`:
+    name -> function that returns a dictionary of numbers. Returns the dictionaries of each round.
+    Prints the medians of `sps` and their ratios to the first variant."""
     found = []
     for number in range(1, rounds + 1):
         results = {}
@@ -259,7 +263,7 @@ def by_turns(variants, rounds):
 
 
 def machine():
-    """What this process runs on."""
+    """The machine of this process, as text."""
     info = Path("/proc/cpuinfo")
     models = re.findall(r"model name\s*: (.*)", info.read_text()) if info.exists() else []
     model = models[0] if models else platform.processor()
@@ -269,7 +273,7 @@ def machine():
 
 
 def where_and_when():
-    """Of which code, when, and on what."""
+    """The commit, the date, the machine and the version of Python."""
     git = ["git", "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(git, cwd=ROOT, capture_output=True, text=True).stdout.strip()
     return {
@@ -281,7 +285,7 @@ def where_and_when():
 
 
 def keep(args, name, **found):
-    """Write what was found by this program's command line to NAME.json: a line for each list of
+    """Write results and this program's command line to NAME.json, with one line for each list of
     numbers. Paths of this machine are left out."""
     words = ["PATH" if "/" in word else word for word in sys.argv[1:]]
     command = f"python tests/benchmarks/{Path(sys.argv[0]).name} {shlex.join(words)}".strip()
@@ -292,16 +296,16 @@ def keep(args, name, **found):
 
 
 def kept(args, name):
-    """What was kept under a name; empty if nothing was."""
+    """Read the results of a name, or {} if there are none."""
     path = args.results / f"{name}.json"
     return json.loads(path.read_text()) if path.exists() else {}
 
 
 def command_line(doc):
-    """The parser of a benchmark's command line. SIGTERM then ends it as Ctrl-C does, so that no
-    process is left behind."""
+    """Make the parser of a benchmark's command line. From now on, SIGTERM ends it like Ctrl-C, so
+    that no process is left behind."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=doc, formatter_class=raw)
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for what is found")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the results")
     return parser

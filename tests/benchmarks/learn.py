@@ -1,29 +1,33 @@
-"""What ver_ppo.py learns.
+"""Measure what ver_ppo.py learns.
 
     learn.py tasks [TASK ...] [--seeds 1 2 3]     the README's first table; two hours on two cores
-    learn.py published [TASK ...] [--jobs 2]      what others have published figures of; five hours
+    learn.py published [TASK ...] [--jobs 2]      tasks with published results; five hours
     learn.py minutes [--samplers sync ver]        success over minutes and over steps in a slow,
                                                   uneven simulator (VER figures 4 and 5): samplers
                                                   and seeds, one run at a time; two hours
-    learn.py transfer --checkpoint FILE           what an agent is worth on Flee and Explore (DD-PPO
-                                                  section 6); 24 runs of two minutes
-    learn.py skills --folder F --checkpoint FILE  chained skills, with and without a base that
-                                                  moves (VER section 6); half an hour
-    learn.py populations [--trials 4]             whether a population finds the learning rate that
-                                                  it was not told; 30 minutes
-    learn.py equal                                how often equal members of a population take over
+    learn.py transfer --checkpoint FILE           how much a trained agent helps on Flee and Explore
+                                                  (DD-PPO section 6); 24 runs of two minutes
+    learn.py skills --folder F --checkpoint FILE  chained skills, with a base that moves and without
+                                                  (VER section 6); half an hour
+    learn.py populations [--trials 4]             whether a population finds a good learning rate;
+                                                  30 minutes
+    learn.py equal                                how often a member of a population copies another
+                                                  one that is only equally good
 
-FILE is the checkpoint.pt of a run of `pointnav`. Runs in --folder, and those of minutes and
-transfer that are kept already, are not repeated. Every run is a training by its command line.
+FILE is the checkpoint.pt of a run of `pointnav`. Runs in --folder are not repeated, nor are runs of
+minutes and transfer that are in the results. Every run is a training by its command line.
 
-tasks, published: what evaluations printed, and curves; of PointNav also 300 validation episodes,
-the same for all, that the finished policy played. Some tasks need `pip install
-"gymnasium[box2d,mujoco]" minigrid popgym`.
-minutes: PointNav whose steps also sleep, 20 ms on average; everything else by default. Success and
-SPL of the last 100 training episodes, after each update. Use an otherwise idle machine.
-populations: in each trial four learning rates are drawn between powers of ten; the members of a
-population begin with them, and so do four runs on their own, and eight seeds have the tuned rate.
-The best of four is that whose last hundred training episodes were best.
+tasks, published    keep the evaluations and the curves. For PointNav, the finished policy also
+plays
+                    300 validation episodes, the same for all. Some tasks need `pip install
+                    "gymnasium[box2d,mujoco]" minigrid popgym`.
+minutes             PointNav with steps that also sleep, 20 ms on average, and default options.
+Keeps
+                    success and SPL of the last 100 training episodes after each update. Use an
+                    otherwise idle machine.
+populations         Each trial draws four learning rates. The members of a population begin with
+                    them, and so do four single runs. Eight seeds have the tuned rate. The best of
+                    four is the run with the best last hundred training episodes.
 """
 
 import functools
@@ -44,8 +48,13 @@ from tests.takeovers import equal_policies
 
 
 class Task(NamedTuple):
-    """What is learned, for how many thousand steps, with which more options; what the tables call
-    it ({}: environment and steps); what others have published."""
+    """A task of the tables.
+
+    env_id       the environment
+    thousands    thousand steps of training
+    options      further options
+    words        its name in the tables; {} stands for the environment and the steps
+    published    a published result"""
 
     env_id: str
     thousands: int
@@ -55,7 +64,7 @@ class Task(NamedTuple):
 
     @property
     def described(self):
-        """Its words in the tables."""
+        """Its name in the tables."""
         steps = f"{self.thousands} k" if self.thousands < 1000 else f"{self.thousands // 1000} M"
         return self.words.format(f"`{self.env_id.rpartition(':')[2]}`, {steps}")
 
@@ -164,7 +173,7 @@ def learn_tasks(args, tasks):
 
 
 def learn_task(arguments, seed):
-    """One run: what is kept of it."""
+    """Train once, and return the results to keep."""
     with tempfile.TemporaryDirectory() as runs_dir:
         trained = harness.train(f"{arguments} --seed {seed}", runs_dir)
         kept = {"seed": seed, "minutes": round(trained.seconds / 60, 2)}
@@ -215,7 +224,7 @@ def minutes(args):
 # --------------------------------------------------------------------------------------- Transfer
 
 TRANSFER_TASKS = {"Flee": "m from the start", "Explore": "m² seen"}
-VARIANTS = {  # what is taken from the checkpoint
+VARIANTS = {  # how each uses the checkpoint
     "from scratch": "",
     "frozen encoder, policy anew": "--extensions 'transfer(file={}, freeze=True, reset=policy)'",
     "frozen encoder, policy fine-tuned": (
@@ -226,8 +235,8 @@ VARIANTS = {  # what is taken from the checkpoint
 
 
 def transfer(args):
-    """All runs that are missing; one seed of everything after the other, so that whatever disturbs,
-    disturbs all."""
+    """Make all missing runs. All variants of a seed run before the next seed, so that a disturbance
+    affects all of them."""
     found = harness.kept(args, "transfer").get("runs", {})
     for seed in args.seeds:
         for task in TRANSFER_TASKS:
@@ -274,7 +283,7 @@ def skills(args):
 
 
 def for_seeds(args, function, *more):
-    """What a function finds of each seed, in processes of their own."""
+    """Call a function for each seed, each in a process of its own, and return the results."""
     calls = [functools.partial(harness.apart, function, args, seed, *more) for seed in args.seeds]
     return harness.together(calls, args.jobs)
 
@@ -286,7 +295,7 @@ def load_skill(folder, skill, seed):
 
 
 def run_chains(args, seed, how):
-    """The share of episodes in which all went well until the end of each stage, and the first whole
+    """Compute the share of episodes that succeeded up to each stage, and the first complete
     chain."""
     draw.setup()
     policies = {}
@@ -315,7 +324,7 @@ def run_chains(args, seed, how):
 
 
 def run_far(args, seed):
-    """Success of Pick, with the base, over the distance from which it starts."""
+    """Compute the success of Pick, with the base, for each starting distance."""
     draw.setup()
     policy = load_skill(args.folder, "Pick", seed)
     success = []
@@ -342,13 +351,14 @@ POPULATIONS = {
 
 
 def ends(arguments, **how):
-    """Train: the mean return of the last hundred training episodes, and of the evaluation."""
+    """Train. Returns the mean returns of the last hundred training episodes and of the
+    evaluation."""
     trained = harness.train(arguments, **how)
     return [trained.last("charts/episodic_return"), trained.last("eval/return")]
 
 
 def run_alone(arguments, rates, first_seed):
-    """Runs on their own with these learning rates, all at once: what each came to."""
+    """Make single runs with these learning rates, all at once, and return the `ends` of each."""
     calls = []
     for seed, rate in enumerate(rates, first_seed):
         calls.append(functools.partial(ends, f"{arguments} --learning-rate {rate} --seed {seed}"))
@@ -356,8 +366,8 @@ def run_alone(arguments, rates, first_seed):
 
 
 def run_population(arguments, interval, rates, seed):
-    """One population, which begins with these rates: what each member came to, and their
-    decisions."""
+    """Train a population that begins with these rates. Returns the `ends` and the decisions of each
+    member."""
     with tempfile.TemporaryDirectory() as folder:
         line = f"{arguments} --population {folder} --population-size {MEMBERS} --seed {seed}"
         line += f" --evolve-interval {interval}"
@@ -373,7 +383,7 @@ def run_population(arguments, interval, rates, seed):
 
 
 def populations(args):
-    """Both tasks: the tuned rate, then the trials."""
+    """Measure both tasks: the tuned rate, then the trials."""
     for name, (own, tuned_rate, powers, interval) in POPULATIONS.items():
         arguments = f"{own} --total-timesteps {args.steps or 150_000}"
         tuned = run_alone(arguments, [tuned_rate] * TUNED_SEEDS, first_seed=1)
