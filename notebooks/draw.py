@@ -1,5 +1,5 @@
-"""Drawing for the notebooks and for the README's pictures: what they have in common and nothing
-that they teach."""
+"""Shared drawing code of the notebooks and of the README's pictures. It contains nothing that they
+teach."""
 
 import json
 import sys
@@ -20,7 +20,7 @@ from notebooks.extensions import virtual_clock  # noqa: E402
 from notebooks.extensions.virtual_clock import step_times  # noqa: E402, F401
 from ver_ppo import importance_weights  # noqa: E402
 
-# Okabe and Ito's colours: they differ for the colour-blind, and on white and on grey
+# Okabe and Ito's colors: they differ for the color-blind, and on white and on grey
 BLUE = "#0072B2"
 ORANGE = "#E69F00"
 GREEN = "#009E73"
@@ -30,8 +30,8 @@ SKY = "#56B4E9"
 GREY = "#8C8C8C"
 DARK = "#444444"
 COLORS = (BLUE, ORANGE, GREEN, RED, PURPLE, SKY)
-HATCH = "////"  # of bars whose colour, seen in grey, is that of others
-LINES = ("-", "--", "-.", ":", (0, (6, 1, 1, 1, 1, 1)))  # curves differ without their colours, too
+HATCH = "////"  # of bars whose color, seen in grey, is that of others
+LINES = ("-", "--", "-.", ":", (0, (6, 1, 1, 1, 1, 1)))  # curves differ without their colors, too
 MEMBERS = (("-", "o"), ("--", "s"), ("-.", "^"), (":", "D"))  # of a population: line, marker
 TRAINERS = {  # of tests/benchmarks/peers.py
     "ver": "ver_ppo.py",
@@ -47,8 +47,7 @@ HATCHES = {"learning": HATCH, IN_FLIGHT: "\\\\\\\\"}  # bars differ in grey, too
 
 
 def setup():
-    """Small pictures with a background of their own, legible on light and dark pages; the same
-    random numbers every time."""
+    """Choose a style that is legible on light and dark pages, and seed torch's random numbers."""
     parameters = {
         "figure.facecolor": "white",
         "savefig.facecolor": "white",
@@ -65,7 +64,7 @@ def setup():
 
 
 def alike(right, answer, tolerance):
-    """Whether two arrays have one shape and, but for this relative difference, the same numbers."""
+    """Whether two arrays have the same shape, and the same numbers within a relative tolerance."""
     return right.shape == answer.shape and np.allclose(answer, right, rtol=tolerance, atol=1e-6)
 
 
@@ -83,8 +82,8 @@ def match(predicted, computed, tolerance=1e-6):
 
 
 def fault(answer, right, tolerance):
-    """What is wrong with an answer; nothing if it is right. Of letters (`right` is a text), order
-    and case do not matter. A tuple is compared part by part."""
+    """Say why an answer is wrong, or return "" if it is right. If `right` is a text, the answer's
+    letters are compared, in any order and case. A tuple is compared part by part."""
     if isinstance(right, str):
         letters = sorted({letter for letter in str(answer).upper() if letter.isalpha()})
         return "" if set(letters) == set(right) else f"your letters are {''.join(letters)}"
@@ -121,8 +120,9 @@ def check(answer, right, tolerance=1e-6):
 
 
 def check_cases(fault_of, cases):
-    """As `check`, of a function that the reader wrote. `fault_of(*case)` calls it and says what is
-    wrong with what it finds: nothing if that is right, `None` if there is no answer yet."""
+    """As `check`, for a function that the reader wrote. `fault_of(*case)` calls that function. It
+    returns the reason why the result is wrong, "" if it is right, or None if there is no answer
+    yet."""
     for case in cases:
         try:
             why = fault_of(*case)
@@ -157,13 +157,13 @@ def compare_guess(guess, value, unit, reveal=False):
 
 
 def ink_on(color):
-    """The colour of a text that is to be read on this one."""
+    """A color for text on this background."""
     return "white" if color in (BLUE, GREEN, RED, DARK) else "black"
 
 
 def legend(axis, colors, hatched=(), **more):
-    """What the colours mean: a dictionary from word to colour. `hatched`: the colours with a
-    hatch."""
+    """Add a legend to an axis. `colors` is a dictionary from word to color, and `hatched` the
+    colors that have a hatch."""
     handles = []
     for word, color in colors.items():
         hatch = HATCH if color in hatched else None
@@ -172,15 +172,15 @@ def legend(axis, colors, hatched=(), **more):
 
 
 def timeline(axis, num_envs, steps, phases, title, marks_in_flight=True):
-    """What every environment and the learner did when: `steps` (environment, begin, seconds),
-    `phases` (begin, seconds)."""
+    """Draw the steps of every environment and the learner's phases over time. A step is
+    (environment, begin, seconds), and a phase is (begin, seconds)."""
     names = {
         "simulating a step": BLUE,
         IN_FLIGHT: ORANGE,
         "learning": DARK,
     }
     step, in_flight, learning = names.values()
-    spans = {}  # by lane and colour: drawing is many times as fast as bar by bar
+    spans = {}  # by lane and color: drawing is many times as fast as bar by bar
     for env, begin, sec in steps:
         crosses = marks_in_flight and any(begin < phase < begin + sec for phase, _ in phases)
         spans.setdefault((env, in_flight if crosses else step), []).append((begin, sec))
@@ -198,7 +198,7 @@ def timeline(axis, num_envs, steps, phases, title, marks_in_flight=True):
 
 
 def lanes(axis, spans, title):
-    """Bars with a word in each: a dictionary from lane to its (begin, seconds, word, color)."""
+    """Draw bars with a word in each. `spans`: lane -> list of (begin, seconds, word, color)."""
     for lane, bars in enumerate(spans.values()):
         for begin, sec, word, color in bars:
             axis.broken_barh([(begin, sec)], (lane - 0.4, 0.8), facecolor=color, edgecolor="white")
@@ -209,16 +209,23 @@ def lanes(axis, spans, title):
 
 
 def compare_samplers(
-    seconds_NK, num_steps, updates, inference_sec, learning_sec, height=8.0, numbers=True
+    seconds_NK,
+    num_steps,
+    updates,
+    inference_sec,
+    learning_sec,
+    height=8.0,
+    numbers=True,
+    samplers=tuple(SAMPLERS),
 ):
-    """Timelines of all samplers on the same step times, below each other: figure 1 of the VER
+    """Timelines of samplers on the same step times, below each other: figure 1 of the VER
     paper, computed. A step is weighted as `ver` does it, by how many its environment gave. Without
     `numbers`, a title is the sampler's name alone."""
     size = {"figsize": (9, height), "layout": "constrained"}
-    figure, axes = plt.subplots(len(SAMPLERS), 1, sharex=True, **size)
+    figure, axes = plt.subplots(len(samplers), 1, sharex=True, **size)
     num_envs = len(seconds_NK)
     costs = {"inference_sec": inference_sec, "learning_sec": learning_sec}
-    for axis, sampler in zip(axes, SAMPLERS):
+    for axis, sampler in zip(axes, samplers):
         weights = []
 
         def learn(rollout):
@@ -243,7 +250,7 @@ def compare_samplers(
 
 
 def whole():
-    """The whole algorithm in one picture; the names in it are those of the functions."""
+    """Draw the whole algorithm, with the names of its functions."""
     figure, axis = plt.subplots(figsize=(10, 5.4), layout="constrained")
     axis.set(xlim=(0, 100), ylim=(0, 54), xticks=[], yticks=[])
     axis.spines[:].set_visible(False)
@@ -327,8 +334,8 @@ def whole():
 
 
 def cells(axis, row, columns, colors, texts, size=9, hatched=()):
-    """Squares in a row, each with a colour and a text: steps of a rollout. `hatched`: the colours
-    with a hatch."""
+    """Draw a row of squares, each with a color and a text, such as the steps of a rollout.
+    `hatched` has the colors with a hatch."""
     for column, color, text in zip(columns, colors, texts):
         look = {"facecolor": color, "edgecolor": "white"}
         style = {"ha": "center", "va": "center", "fontsize": size, "color": ink_on(color)}
@@ -340,13 +347,13 @@ def cells(axis, row, columns, colors, texts, size=9, hatched=()):
 
 
 def grid_for_cells(axis, columns, rows):
-    """An empty board for `cells`, row 0 at the top."""
+    """Prepare an axis for `cells`, with row 0 at the top."""
     axis.set(xlim=(-0.1, columns), ylim=(rows, -0.1), aspect="equal", xticks=[], yticks=[])
     axis.spines[:].set_visible(False)
 
 
 def band(axis, x, values_KX, color, label, line="-"):
-    """Mean of K seeds, and the range from the lowest to the highest."""
+    """Draw the mean of K seeds, and the range from the lowest to the highest."""
     values_KX = np.asarray(values_KX)
     axis.plot(x, values_KX.mean(axis=0), linestyle=line, color=color, label=label)
     low_X = values_KX.min(axis=0)
@@ -355,24 +362,25 @@ def band(axis, x, values_KX, color, label, line="-"):
 
 
 def in_words(tag):
-    """The name of what TensorBoard, or an evaluation, has measured, as words."""
+    """The name of a metric or an evaluation's number, as words."""
     return tag.split("/")[-1].replace("_", " ").replace("spl", "SPL")
 
 
 def load_result(task):
-    """What tests/benchmarks have kept under this name."""
+    """Read the results of tests/benchmarks with this name."""
     return json.loads((RESULTS / f"{task}.json").read_text())
 
 
 def curves(result, tag):
-    """A curve of all K seeds on the steps of the first one: X steps, K x X values."""
+    """A curve of all K seeds at the steps of the first seed: X steps, K x X values."""
     found = [run["curves"][tag] for run in result["runs"]]
     steps_X = np.array(found[0][0])
     return steps_X, np.stack([np.interp(steps_X, *curve) for curve in found])
 
 
 def trainer_bars(sps):
-    """Steps per second of trainers, median and range of the rounds: (trainer, variant) -> list."""
+    """Draw the steps per second of trainers, as median and range. `sps`: (trainer, variant) ->
+    list. """
     figure, axis = plt.subplots(figsize=(9, 0.5 * len(sps) + 0.8), layout="constrained")
     names = []
     for row, ((trainer, variant), rates) in enumerate(sps.items()):
@@ -388,9 +396,9 @@ def trainer_bars(sps):
 
 
 def scaling_curves(found):
-    """Steps per second over the number of ranks, as a share of what so many single ranks give: how
-    far below the diagonal figure 4 of the DD-PPO paper is. `found`: workload -> mode -> ranks ->
-    what tests/benchmarks/scaling.py has found."""
+    """Draw the steps per second of R ranks, divided by R times the rate of one rank, as in figure 4
+    of the DD-PPO paper. `found` has the results of tests/benchmarks/scaling.py: workload -> mode ->
+    ranks."""
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), sharey=True, layout="constrained")
     for axis, (workload, modes) in zip(axes, found.items()):
         for mode, by_ranks in modes.items():
@@ -408,8 +416,7 @@ def scaling_curves(found):
 
 
 def learning_curves(results):
-    """Success and SPL of tasks over their steps: a dictionary from label to what `load_result`
-    gives."""
+    """Draw success and SPL over steps. `results`: label -> result of `load_result`."""
     figure, axes = plt.subplots(1, 2, figsize=(9, 3), sharey=True, layout="constrained")
     for axis, tag in zip(axes, ("success", "spl")):
         for color, line, (label, result) in zip(COLORS, LINES, results.items()):
@@ -422,9 +429,9 @@ def learning_curves(results):
 
 
 def first_reached(x, values, height):
-    """The x at which a curve first reaches a height; inf if it never does. Between its points the
-    curve is a straight line. Before its first point nothing is known, so a height that the curve
-    has reached there counts from there."""
+    """The x at which a curve first reaches a height, or inf if it never does. Between its points,
+    the curve is a straight line. Nothing is known before its first point, so a height that is
+    reached there counts from there."""
     reached = np.asarray(values) >= height
     if not reached.any():
         return np.inf
@@ -434,8 +441,8 @@ def first_reached(x, values, height):
 
 
 def minutes_curves(runs):
-    """Success and SPL over minutes, and success over steps: mean and range of the seeds, as in
-    figures 4 and 5 of the VER paper. `runs`: sampler -> what learn.py has kept of each seed."""
+    """Draw success and SPL over minutes, and success over steps, as in figures 4 and 5 of the VER
+    paper: mean and range of the seeds. `runs`: sampler -> results of learn.py for each seed."""
     panels = ("seconds", "success"), ("seconds", "spl"), ("steps", "success")
     axis_of = {"seconds": (60, "minutes"), "steps": (1000, "thousand steps")}
     figure, axes = plt.subplots(1, 3, figsize=(9, 2.7), sharey=True, layout="constrained")
@@ -454,8 +461,8 @@ def minutes_curves(runs):
 
 
 def transfer_curves(runs, tasks):
-    """Return over steps, a panel for each task, a curve for each variant: figure 5 of the DD-PPO
-    paper."""
+    """Draw the return over steps, with a panel for each task and a curve for each variant, as in
+    figure 5 of the DD-PPO paper."""
     figure, axes = plt.subplots(1, len(tasks), figsize=(9, 3.4), layout="constrained")
     for axis, (task, what) in zip(axes, tasks.items()):
         for color, line, (variant, found) in zip(COLORS, LINES, runs[task].items()):
@@ -469,9 +476,9 @@ def transfer_curves(runs, tasks):
 
 
 def family_tree(axis, decisions):
-    """Which member continues from which: a lane for each, in the colour of the one whose first
-    weights its own descend from, and with its number where the colour begins; an arrow where it
-    takes over, a dot where it mutates. `decisions`: a list for each member, in order of steps."""
+    """Draw which member of a population copied which. Each member has a lane. Its color and number
+    show the member from whose first weights its weights descend. An arrow is a takeover, and a dot
+    is a mutation. `decisions` has a list for each member, in order of steps."""
     # member -> (since this step, whose weights)
     ancestor = {member: [(0, member)] for member in range(len(decisions))}
 
@@ -506,8 +513,8 @@ def family_tree(axis, decisions):
 
 
 def member_curve(axis, member, steps, values):
-    """A curve of a population's member: each has a colour, a line style and a marker of its own. A
-    later member's line is thinner, so that of equal curves all can be seen."""
+    """Draw a curve of a population's member, with its own color, line style and marker. Later
+    members have thinner lines, so that equal curves are all visible."""
     line_style, marker = MEMBERS[member % len(MEMBERS)]
     every = 1 + len(steps) // 6
     width = max(4.5 - 1.3 * member, 1)
@@ -517,11 +524,11 @@ def member_curve(axis, member, steps, values):
 
 
 def schedules(axis, decisions, name):
-    """How an option has evolved in each member, on a logarithmic scale."""
+    """Draw how an option evolved in each member, on a logarithmic scale."""
     for number, member in enumerate(decisions):
         steps = [0]
         values = [member[0]["options"][name]]
-        for line in member:  # a step in the curve: before the decision, and after it
+        for line in member:  # before the decision, and after it
             steps += [line["step"], line["step"]]
             values += [line["options"][name], line["to"][name]]
         member_curve(axis, number, steps, values)
@@ -529,10 +536,10 @@ def schedules(axis, decisions, name):
 
 
 def evolution(decisions):
-    """Family tree and learning rates of a population."""
+    """Draw the family tree and the learning rates of a population."""
     figure, axes = plt.subplots(1, 2, figsize=(9, 2.8), layout="constrained")
     family_tree(axes[0], decisions)
-    axes[0].set_title("weights: number and colour of the first ancestor")
+    axes[0].set_title("weights: number and color of the first ancestor")
     schedules(axes[1], decisions, "learning_rate")
     axes[1].legend(frameon=False, fontsize=8)
     return figure
@@ -542,7 +549,7 @@ def evolution(decisions):
 
 
 def flat(axis, boxes_K4, num_walls, size):
-    """Walls and furniture of a floor plan, and below it a bar of 1 m."""
+    """Draw the walls and furniture of a floor plan, and a bar of 1 m below it."""
     width, depth = size
     edge_4 = np.array([width, depth, width, depth]) + 0.1  # of the outer walls, a strip is drawn
     for box, (x0, y0, x1, y1) in enumerate(np.clip(boxes_K4, -0.1, edge_4)):
@@ -556,8 +563,8 @@ def flat(axis, boxes_K4, num_walls, size):
 
 
 def chain_view(axis, found):
-    """One whole chain from above: the way of each skill, in their order, where the object lay
-    (ring) and where it belongs (square)."""
+    """Draw a complete chain from above: the path of each skill, the object's first position (ring)
+    and its place (square)."""
     looks = ((BLUE, "-"), (ORANGE, "o-"), (SKY, "--"), (PURPLE, "^-"))
     flat(axis, found["boxes"], found["walls"], found["size"])
     for number, ((color, line), (name, path)) in enumerate(zip(looks, found["stages"]), 1):
@@ -568,8 +575,8 @@ def chain_view(axis, found):
 
 
 def chain_and_distance(found):
-    """One whole chain; and success of Pick over the distance from which it starts. `found`: what
-    the benchmarks have found."""
+    """Draw a complete chain, and the success of Pick for each starting distance. `found` has the
+    results of the benchmark."""
     shape = {"figsize": (9, 2.6), "gridspec_kw": {"width_ratios": [1.3, 1]}}
     figure, axes = plt.subplots(1, 2, layout="constrained", **shape)
     chain_view(axes[0], found["path"])
@@ -582,8 +589,8 @@ def chain_and_distance(found):
 
 
 def plan_view(axis, env):
-    """A floor plan from above: the shortest path from the start (broad and light), the path that
-    was walked (thin and dark, from the dot to the cross); around the goal a circle of 0.2 m."""
+    """Draw a floor plan from above. The shortest path is broad and light. The agent's path is thin
+    and dark, from the dot to the cross. A circle of 0.2 m surrounds the goal."""
     start = env.path[0]
     end = env.path[-1]
     flat(axis, env.plan.boxes_K4, env.plan.num_walls, env.plan.size)
@@ -597,8 +604,8 @@ def plan_view(axis, env):
 
 
 def moment(eye, plan, env, depth_HW1, heading):
-    """One moment of an episode: what the agent's camera sees (near is dark), and from above its way
-    so far and where it looks."""
+    """Draw a moment of an episode: the camera's picture (near is dark), and the agent's path and
+    heading from above."""
     for axis in (eye, plan):
         axis.clear()
     eye.imshow(depth_HW1[..., 0] ** 0.5, cmap="gray", vmin=0, vmax=1)

@@ -1,21 +1,20 @@
-"""What ver_ppo.py does on a GPU: one call of ten minutes, nothing beside it.
+"""Measure ver_ppo.py on a GPU: one call of ten minutes, on an otherwise idle machine.
 
     gpu.py measure                                    writes notebooks/results/gpu.json
-    gpu.py measure --device cpu --more "--num-envs 4 --num-steps 8"     a dry run of the same way
+    gpu.py measure --device cpu --more "--num-envs 4 --num-steps 8"     a dry run of the same code
 
-sps         steps per second of training as it is, logging included: for --seconds, from the fifth
-            update on
-collecting  share of the wall time in which the GPU's kernels run (torch's profiler), while VER
+sps         steps per second of a training of --seconds, logging included, from the fifth update on
+collecting  share of the wall time in which kernels run on the GPU (torch's profiler), while VER
             collects one rollout
-learning    the same, while it is learned from
-memory_mib  most that tensors had of the GPU's memory
-log_prob    between the log-probabilities of actions when they were chosen (one step, `lstm_cell`)
-            and in learning from them (sequences, cuDNN) before the first update: the largest
-            difference; approx_kl: the KL divergence that it makes
+learning    the same, while the policy learns from that rollout
+memory_mib  largest amount of the GPU's memory that tensors had
+log_prob    largest difference between the log-probabilities of acting (one step, `lstm_cell`) and
+            of learning (sequences, cuDNN), before the first update
+approx_kl   the KL divergence of that difference
 
-At the end the default is trained for --total-timesteps, and evaluated. What fails is noted, and the
-next one follows; the result is whole after each. (CUDA's kernels and memory, and bfloat16, are left
-out on a CPU.) tables.py makes the table.
+At the end, the default is trained for --total-timesteps and evaluated. If a measurement fails, the
+next one still runs, and the results so far are written after each. On a CPU, kernels, memory and
+bfloat16 are left out. tables.py makes the table.
 """
 
 import functools
@@ -41,7 +40,8 @@ VARIANTS = {
 
 
 def profile(work, device):
-    """Do it, and wait for the device. Returns the share of the wall time that kernels ran."""
+    """Call `work` and wait for the device. Returns the share of the wall time in which kernels ran,
+    or None on a CPU."""
     if device.type != "cuda":
         work()
         return None
@@ -56,13 +56,13 @@ def profile(work, device):
 
 
 def inspect(arguments):
-    """In a process of its own: rollouts collected by VER and learned from, under the profiler."""
+    """In a process of its own: collect rollouts and learn from them, under the profiler."""
     with harness.collecting(arguments) as (run, source):
         rollout = next(source)
         device = rollout.device
         run.advantages(rollout)
         found = compare_log_probs(run.policy, rollout)
-        harness.learn(run, rollout)  # makes what is made only once
+        harness.learn(run, rollout)  # warm up
         found["collecting"] = profile(lambda: next(source), device)
         found["learning"] = profile(lambda: harness.learn(run, rollout), device)
         if device.type == "cuda":
@@ -72,7 +72,7 @@ def inspect(arguments):
 
 @torch.no_grad()
 def compare_log_probs(policy, rollout):
-    """How far log-probabilities in learning are from those of acting, by the same weights."""
+    """Compare the log-probabilities of learning with those of acting, with the same weights."""
     steps = rollout.complete
     batch = ver_ppo.make_batch(rollout, ver_ppo.find_sequences(steps["segment"], steps["first"]))
     distribution, _, _ = ver_ppo.run_sequences(policy, batch)
@@ -82,19 +82,19 @@ def compare_log_probs(policy, rollout):
 
 
 def measure_rate(arguments, seconds, ranks):
-    """Steps per second of a training that lasts so long, starting included."""
+    """Steps per second of a training that lasts `seconds`, including its start."""
     trained = harness.train(f"{arguments} --eval-episodes 0", seconds=seconds, ranks=ranks)
     return {"sps": trained.rate()}
 
 
 def learn_default(arguments, steps):
-    """The default, trained to its end: seconds, and what its evaluation found."""
+    """Train with the defaults to the end. Returns the seconds and the evaluation."""
     trained = harness.train(f"{arguments} --total-timesteps {steps}")
     return {"steps": steps, "seconds": round(trained.seconds), "evaluation": trained.evaluation}
 
 
 def attempt(what, call):
-    """What it returns; nothing but a printed traceback if it fails."""
+    """Call a function and return its result, or {} if it fails. Prints either."""
     try:
         found = call()
     except Exception:
@@ -105,7 +105,7 @@ def attempt(what, call):
 
 
 def measure(args):
-    """Every variant, then a short training."""
+    """Measure every variant, then a short training."""
     common = f"{POINTNAV} --device {args.device} {args.more}"
     found = {}
     for name, more in VARIANTS.items():

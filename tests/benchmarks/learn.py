@@ -17,14 +17,12 @@
 FILE is the checkpoint.pt of a run of `pointnav`. Runs in --folder are not repeated, nor are runs of
 minutes and transfer that are in the results. Every run is a training by its command line.
 
-tasks, published    keep the evaluations and the curves. For PointNav, the finished policy also
-plays
-                    300 validation episodes, the same for all. Some tasks need `pip install
-                    "gymnasium[box2d,mujoco]" minigrid popgym`.
+tasks, published    Keeps the evaluations and the curves. For PointNav, the finished policy also
+                    plays 300 validation episodes, the same for all. Some tasks need
+                    `pip install "gymnasium[box2d,mujoco]" minigrid popgym`.
 minutes             PointNav with steps that also sleep, 20 ms on average, and default options.
-Keeps
-                    success and SPL of the last 100 training episodes after each update. Use an
-                    otherwise idle machine.
+                    Keeps success and SPL of the last 100 training episodes after each update. Use
+                    an otherwise idle machine.
 populations         Each trial draws four learning rates. The members of a population begin with
                     them, and so do four single runs. Eight seeds have the tuned rate. The best of
                     four is the run with the best last hundred training episodes.

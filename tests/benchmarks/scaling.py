@@ -1,18 +1,17 @@
-"""How ver_multigpu.py scales with the number of ranks: real runs on this machine, and many more
-ranks under a virtual clock.
+"""Measure how ver_multigpu.py scales with the number of ranks, in real runs on this machine, and
+for many more ranks under a virtual clock.
 
     scaling.py run --modes 'ver optimal' 'sync none' --rounds 2 --rollouts 10         20 minutes
     scaling.py simulate --ranks 1 2 4 8 16 32 64 128 256                               5 minutes
 
-run: 8 simulators on each rank that sleep 100 ms a step on average, in scenes of 150 steps, some
-slower than others (Scenes of simulators.py), and a network so small that two cores are not the
-limit; so a few cores stand for many machines. Steps per second of all ranks from the third update
-on.
-
-simulate: no processes, no time. Every environment is a stream of step times; when a rollout ends is
-decided by the functions that ver_multigpu.py decides by, from the step times of the rollout before.
-Beside them `hindsight`: the best S, known only afterwards. Averaging gradients is taken to cost
-nothing.
+run         Each rank has 8 simulators that sleep 100 ms a step on average, in scenes of 150 steps.
+            Some scenes are slower than others (Scenes of simulators.py). The network is so small
+            that a few cores can stand for many machines. Counts steps per second of all ranks from
+            the third update on.
+simulate    Every environment is a stream of step times, without processes. The functions of
+            ver_multigpu.py decide when a rollout ends, from the step times of the rollout before.
+            `hindsight` has the best S, which is known only afterwards. Averaging gradients costs
+            nothing.
 """
 
 import functools
@@ -23,15 +22,15 @@ import numpy as np
 from notebooks.extensions.virtual_ranks import simulate
 
 MODES = "ver optimal", "ver none", "sync threshold", "sync none"  # --sampler, --preemption
-SEEDS = 4  # of simulated streams of step times, the same for any number of ranks
-FIRST = 3  # the update from whose end real runs count
+SEEDS = 4  # simulated streams of step times, equal for any number of ranks
+FIRST = 3  # real runs count from the end of this update
 NETWORK = "--hidden-size 16 --update-epochs 1 --num-minibatches 1 --learner-threads 1"
 RANK = "--env-id simulators:Scenes-v0 --num-envs 8 --num-workers 8 --num-steps 64"
 STILL = "--device cpu --eval-episodes 0 --learning-rate 1e-6"
 
 
 def simulate_all(args):
-    """Speed-ups over one rank: workload -> mode -> ranks -> found."""
+    """Simulate the speed-ups over one rank: workload -> mode -> ranks -> results."""
     found = {}
     for workload, scenes in {"homogeneous": 0.0, "heterogeneous": 0.5}.items():
         found[workload] = {mode: {} for mode in args.modes}
@@ -50,7 +49,7 @@ def simulate_all(args):
 
 
 def run_all(args):
-    """Real runs: mode -> ranks -> what each round found."""
+    """Make the real runs: mode -> ranks -> results of each round."""
     variants = {}
     for ranks in args.ranks:
         for mode in args.modes:
@@ -65,7 +64,7 @@ def run_all(args):
 
 
 def run_ranks(mode, ranks, rollouts):
-    """One run of so many ranks."""
+    """Make one run with this number of ranks."""
     sampler, preemption = mode.split()
     how = f"--sampler {sampler} --preemption {preemption}"
     total = f"--total-timesteps {rollouts * ranks * 8 * 64}"

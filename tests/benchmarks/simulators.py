@@ -1,5 +1,5 @@
-"""Environments that take as long as simulators do. Importing registers them:
-`simulators:Rearrangement-v0` and so on; harness.py tells its processes where this file is.
+"""Environments that take as long as simulators. Importing this file registers them, as
+`simulators:Rearrangement-v0` and so on. harness.py puts this folder on the path of its processes.
 """
 
 import functools
@@ -12,10 +12,10 @@ from notebooks.environments import pointnav
 
 
 class PointNavSteady(pointnav.PointNav):
-    """PointNav that turns left instead of eleven `stop`s out of twelve.
+    """PointNav that turns left in place of eleven of twelve `stop` actions.
 
-    The uniform policy would end every episode after four steps, and resetting would be measured; so
-    its episodes last 48 steps on average, as those of a trained agent do.
+    The uniform policy would end every episode after four steps, and we would measure resets. Here
+    its episodes last 48 steps on average, like those of a trained agent.
     """
 
     def step(self, action):
@@ -23,7 +23,7 @@ class PointNavSteady(pointnav.PointNav):
 
 
 class Busy(gym.Wrapper):
-    """Every step keeps a core busy for so many milliseconds of CPU time."""
+    """Every step keeps a core busy for `cpu_ms` milliseconds of CPU time."""
 
     def __init__(self, env, cpu_ms):
         super().__init__(env)
@@ -37,9 +37,10 @@ class Busy(gym.Wrapper):
 
 
 class Uneven(gym.Wrapper):
-    """What `make` makes, with steps that sleep as unevenly as those of the papers' simulators: for
-    `mean_ms`, multiplied by three log-normal factors of mean 1. One is drawn for the environment,
-    one at every reset, one at every step, as the seed and the environment's number decide."""
+    """The environment of `make`, with steps that sleep as unevenly as the papers' simulators. A
+    step sleeps `mean_ms`, multiplied by three log-normal factors of mean 1. One factor is drawn for
+    the environment, one at every reset, and one at every step. The seed and the environment's
+    number determine them."""
 
     def __init__(self, make, mean_ms, spread, options, number):
         super().__init__(make())
@@ -49,7 +50,7 @@ class Uneven(gym.Wrapper):
         self.episode_sec = self.mean_sec
 
     def draw(self, sigma):
-        """A log-normal factor of mean 1."""
+        """Draw a log-normal factor of mean 1."""
         return self.rng.lognormal(-sigma * sigma / 2, sigma)
 
     def reset(self, **arguments):

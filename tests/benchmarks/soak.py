@@ -1,20 +1,24 @@
-"""Trains for half an hour in environments that die and hang, is stopped and resumed again and
-again, and keeps account.
+"""Train for half an hour in environments that die and hang, with stops in between, and check that
+no step is lost.
 
     soak.py --minutes 30                            VER
     soak.py --minutes 30 --more "--extensions overlap"
 
-16 environments, each in a worker of its own: every 10 s one of them raises, exits, segfaults or is
-killed, every 30 s one hangs, and every 5 minutes Ctrl-C stops the run, which is then resumed. The
-environments number their steps and keep a book (`tests/faulty_envs.py`, Numbered); the trainer's
-side writes down what it learns from. At the end the two must agree: every step was learned from
-once, but for those that were made or in flight since the last update before a stop: two rollouts
-(one that is learned from, one that another process collects meanwhile) and a step of each
-environment at most, and always the last ones of a book. A step that an environment died in was
-learned from as the placeholder that stands for it (made up: no reward, truncated), one for each
-start. --debug checks every rollout meanwhile.
+There are 16 environments, each in a worker of its own. Every 10 s, one of them raises, exits,
+segfaults or is killed. Every 30 s, one hangs. Every 5 minutes, Ctrl-C stops the run, and it is
+resumed. --debug checks every rollout.
 
-Prints one line for each part of the run and the account; exit status 1 if anything is wrong.
+The environments number their steps and record them (`tests/faulty_envs.py`, Numbered). The trainer
+records the steps that it learns from. At the end, the two records must agree: the policy learned
+from every step once. There are two exceptions:
+
+- Steps that were made or in flight since the last update before a stop. These are at most two
+  rollouts (one that the policy learns from, and one that another process collects) and a step of
+  each environment. They must be the last steps of a record.
+- A step in which an environment died. The policy learned from its placeholder (reward 0,
+  truncated), one for each restart.
+
+Prints one line for each part of the run, and the result. The exit status is 1 if anything is wrong.
 """
 
 import functools

@@ -1,40 +1,41 @@
-"""How many steps per second ver_ppo.py trains at, and what its parts cost. On an idle machine.
+"""Measure how many steps per second ver_ppo.py makes, and the cost of its parts. Use an otherwise
+idle machine.
 
     speed.py samplers                     every sampler (table 1 of the VER paper); an hour
     speed.py feed-forward                 with the LSTM and without (table A2); 15 minutes
-    speed.py latency --checkpoint FILE    collecting beside what 16 simulators' sleeping allows; a
+    speed.py latency --checkpoint FILE    the share of the rate that 16 sleeping simulators allow; a
                                           minute
-    speed.py parts                        where the time of a step goes on four simulators, by
-                                          default, and what share of its bound a run reaches; ten
-                                          minutes
-    speed.py workers                      what --num-workers auto chooses beside other numbers; five
-                                          minutes
+    speed.py parts                        where the time of a step goes on four simulators, with the
+                                          default options, and the share of its bound that a run
+                                          reaches; ten minutes
+    speed.py workers                      the choice of --num-workers auto, beside other numbers;
+                                          five minutes
     speed.py habitat --data FOLDER        beside habitat-baselines' own VER trainer, on one scene;
                                           half an hour
     speed.py versions --variant "FOLDER ARGUMENTS" --variant ...
-                                          the ver_ppo.py of these folders, by turns
+                                          the ver_ppo.py of several folders, alternating
 
-16 environments, T = 128, 4 mini-batches; the learning rate is close to 0, so that episodes keep
-their length. FILE is the checkpoint.pt of a run of `pointnav`. A round is every variant once, each
-a process of its own; its rate is that from the end of the fifth update to the end of the last one,
-learning and logging included.
+There are 16 environments, T = 128 and 4 mini-batches. The learning rate is close to 0, so that
+episodes keep their length. FILE is the checkpoint.pt of a run of `pointnav`. In each round, every
+variant runs once, in a process of its own. Its rate counts from the end of the fifth update to the
+end of the last one, including learning and logging. The workloads of `samplers`:
 
-a  rearrangement: 16 simulators that sleep 20 ms a step, as unevenly as the paper's: `sync` keeps
-   0.39 of the rate that it has when they are even, `nover` comes to 1 / 1.31 of `ver`
-b  navigation: milder, 10 ms
-c  the built-in PointNav without sleeping: the CPU does everything
+a  rearrangement: 16 simulators that sleep 20 ms a step, as unevenly as the paper's. `sync` keeps
+   0.39 of its rate with even simulators, and `nover` reaches 1 / 1.31 of `ver`
+b  navigation: less uneven, 10 ms
+c  the built-in PointNav without sleeping, so the CPU does everything
 d  CartPole-v1, with --num-workers 0, which suits cheap environments, and with workers
 
-The bound of a workload is, without overlap, 1 / (c + l), with overlap 1 / max(c, l), of the seconds
-per step of collecting, c, and learning, l, the fastest of the round. a, b: c is the mean time of a
-simulator's step in `ver`, sleep and all, / 16. c, d: environment / cores + policy, each measured
-alone in every round; with overlap all share the cores, so a step takes at least (environment +
-policy + learning on one thread) / cores.
-habitat: needs habitat-baselines in this Python, and in FOLDER datasets/pointnav/SCENE/v1 and
-scene_datasets. 4 environments, 128 x 128 depth, T = 32, hidden size 512. The agents have no stop
-action, so every episode takes 100 steps: untrained ones stop after two to four, and a reset takes
-as long as four steps.
-"""
+The bound of a workload is 1 / (c + l), and with overlap 1 / max(c, l). c is the seconds per step
+for collecting and l for learning, the fastest of the round. In a and b, c is the mean time of a
+simulator's step in `ver`, including sleep, / 16. In c and d, it is environment / cores + policy,
+each measured alone in every round. With overlap, all parts share the cores, so a step takes at
+least (environment + policy + learning on one thread) / cores.
+
+`habitat` needs habitat-baselines in this Python. FOLDER has datasets/pointnav/SCENE/v1 and
+scene_datasets. There are 4 environments, 128 x 128 depth, T = 32 and a hidden size of 512. The
+agents have no stop action, so every episode takes 100 steps. Untrained agents would stop after two
+to four steps, and a reset takes as long as four steps. """
 
 import functools
 import itertools
@@ -69,7 +70,7 @@ WORKLOADS = {
 
 
 def measure(arguments):
-    """Train, and what TensorBoard's curves say of it."""
+    """Train, and return numbers from TensorBoard's curves."""
     trained = harness.train(arguments)
     return {
         "sps": trained.rate(),
@@ -81,7 +82,7 @@ def measure(arguments):
 
 
 def samplers(args):
-    """Every sampler on every workload."""
+    """Measure every sampler on every workload."""
     found = {}
     for workload, own in WORKLOADS.items():
         if workload[0] not in args.workloads:
@@ -107,7 +108,7 @@ def samplers(args):
 
 
 def add_bounds(results, at_once):
-    """Add each run's bound; so many environments are computed at once."""
+    """Add each run's bound. `at_once` environments are computed at the same time."""
     runs = {name: found for name, found in results.items() if name != "parts"}
     learning_sec = min(found["learning_sec"] for found in runs.values())
     parts = results.get("parts")
@@ -126,7 +127,7 @@ def add_bounds(results, at_once):
 
 
 def feed_forward(args):
-    """Four samplers on PointNav, with the LSTM and without."""
+    """Measure four samplers on PointNav, with the LSTM and without."""
     variants = {}
     for end, more in {"": "", " feed-forward": "--lstm-layers 0"}.items():
         for mode in ("sync", "nover", "ver", "ver+overlap"):
@@ -142,11 +143,12 @@ def feed_forward(args):
 
 
 def measure_alone(arguments, batch, workers=0):
-    """Seconds per step of what training consists of, each alone in this process: `env` on one core
-    (of simulators that sleep: in worker processes), `forward` in batches of this size, `learn` on
-    all cores and on one; and `arrange`, seconds of packing one rollout's mini-batches."""
+    """Measure the parts of training alone in this process, in seconds per step: `env` on one core
+    (or in worker processes, for simulators that sleep), `forward` in batches of this size, `learn`
+    on all cores and on one core. `arrange` is the seconds for packing one rollout's
+    mini-batches."""
     for index in range(pointnav.NUM_PLANS["train"]):
-        pointnav.floor_plan("train", index)  # made once in a whole training: no part of a step
+        pointnav.floor_plan("train", index)  # made once in a training, so not a part of a step
     with harness.collecting(f"{arguments} --num-workers {workers}") as (run, source):
         next(source)
         rollout = next(source)
@@ -161,7 +163,7 @@ def measure_alone(arguments, batch, workers=0):
 
 
 def time_calls(number, function):
-    """Seconds of one call, the mean of `number` after one that warms up."""
+    """Seconds of a call: the mean of `number` calls after one that warms up."""
     function()
     began_at = time.perf_counter()
     for _ in range(number):
@@ -184,7 +186,7 @@ def time_forward(policy, rollout, batch):
 
 
 def arrange(rollout, options):
-    """Sequences and packed mini-batches of a whole update, as `ver_ppo.ppo_update` makes them."""
+    """Make the sequences and packed mini-batches of an update, as `ver_ppo.ppo_update` does."""
     sequences = ver_ppo.find_sequences(rollout["segment"], rollout["first"])
     for _ in range(options.update_epochs):
         shuffled = [sequences[q] for q in torch.randperm(len(sequences)).tolist()]
@@ -202,8 +204,9 @@ KINDS_OF_PARTS = {  # wrappers of PointNav; worker processes; simulators that ru
 
 
 def parts(args):
-    """Training by default as a share of the bound that its parts make, each measured alone:
-    1 / (simulators / how many run at once + policy + learning)."""
+    """Measure training with the default options as a share of its bound. The bound is 1 / (seconds
+    of a simulator's step / simulators that run at once + policy + learning), each measured
+    alone."""
     found = {}
     for kind, (wrapper, workers, at_once) in KINDS_OF_PARTS.items():
         flags = "--env-id simulators:PointNavSteady-v0 --device cpu --eval-episodes 0"
@@ -273,13 +276,14 @@ KINDS = {  # slow ones have short rollouts, to fill some
 
 
 def measure_rate(arguments, seconds, **how):
-    """Steps per second of a training that lasts so long, starting included."""
+    """Steps per second of a training that lasts `seconds`, including its start."""
     endless = "--total-timesteps 1000000000000 --checkpoint-interval 1000000000000"
     return {"sps": harness.train(f"{arguments} {endless}", seconds=seconds, **how).rate()}
 
 
 def workers(args):
-    """What is measured of four environments, what is chosen, and the rates of other numbers."""
+    """Print, for four environments, the measured times, the chosen number of workers, and the rates
+    of other numbers."""
     for kind, own in KINDS.items():
         flags = f"{STILL} {own}"
         options = ver_ppo.parse_options(shlex.split(flags))
@@ -294,7 +298,7 @@ def workers(args):
 
 
 def versions(args):
-    """The ver_ppo.py of several folders, by turns, the first one as the base."""
+    """Alternate between the ver_ppo.py of several folders. The first one is the base."""
     variants = {}
     for text in args.variant:
         folder, _, arguments = text.partition(" ")
@@ -317,7 +321,7 @@ OURS += " --num-minibatches 2 --eval-episodes 0 --env-kwargs simulator=habitat i
 
 
 def habitat(args):
-    """Both networks, in interleaved rounds."""
+    """Measure both networks, in interleaved rounds."""
     path = f"{args.data}/datasets/pointnav/{args.scene}/v1/{{split}}/{{split}}.json.gz"
     task = {
         "habitat.dataset.data_path": path,

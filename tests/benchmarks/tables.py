@@ -1,11 +1,11 @@
-"""The tables of README.md and of the manual, and their pictures, from notebooks/results, so that
-none of these figures is typed. Seconds.
+"""Make the tables of README.md and of the manual, and their pictures, from notebooks/results, so
+that none of these figures is typed. Takes seconds.
 
-    tables.py                          writes what stands between <!-- results: NAME --> and
-                                       <!-- end of results -->, and the lines of links to
+    tables.py                          writes the text between <!-- results: NAME --> and
+                                       <!-- end of results -->, and the line numbers in links to
                                        functions; draws the pictures
-    tables.py --check                  writes nothing; says whether the tables are up to date
-    tables.py film RUN_FOLDER          draws agent.gif: what a trained PointNav agent does
+    tables.py --check                  writes nothing, and tells whether the tables are up to date
+    tables.py film RUN_FOLDER          draws agent.gif, with a trained PointNav agent
 """
 
 import ast
@@ -34,18 +34,18 @@ PICTURES = ROOT / "notebooks" / "pictures"
 
 
 def table(head, rows):
-    """Lines of a table, of lists of cells."""
+    """The lines of a table with these cells."""
     lines = [f"| {' | '.join(cells)} |" for cells in (head, *rows)]
     return [lines[0], "|---" * len(head) + "|", *lines[1:]]
 
 
 def in_code(names):
-    """Each of these names as code."""
+    """Format each of these names as code."""
     return [f"`{name}`" for name in names]
 
 
 def mean_and_range(values, digits, to="–"):
-    """Mean, lowest and highest."""
+    """Mean, lowest and highest, as text."""
     numbers = np.mean(values), min(values), max(values)
     mean, low, high = (f"{number:,.{digits}f}" for number in numbers)
     return f"{mean} ({low}{to}{high})"
@@ -55,7 +55,7 @@ def mean_and_range(values, digits, to="–"):
 
 
 def found_cells(task, names):
-    """The number of seeds, and mean and range over them of what evaluations found under these
+    """Two cells: the number of seeds, and the mean and range of the evaluations' numbers with these
     names."""
     runs = draw.load_result(task)["runs"]
     cells = []
@@ -67,7 +67,7 @@ def found_cells(task, names):
 
 
 def measured_at(tasks):
-    """At which commit, and on what, the rows of a table were measured, as words."""
+    """Commit, date and machine of each row of a table, as a sentence."""
     rows = {}
     for row, task in enumerate(tasks, 1):
         kept = draw.load_result(task)
@@ -82,7 +82,7 @@ def measured_at(tasks):
 
 
 def tasks_table():
-    """The README's."""
+    """The README's table."""
     rows = []
     for name, task in learn.TASKS.items():
         shown = ["success", "spl"] if task.env_id == "pointnav" else ["return"]
@@ -97,7 +97,7 @@ DEFAULT_STEPS = " --total-timesteps 2000000"  # need not be given
 
 
 def commands():
-    """The first table's command lines, and where they were run."""
+    """The commands of the first table, and where they were run."""
     lines = []
     for task in learn.TASKS:
         found = draw.load_result(task)
@@ -110,7 +110,7 @@ def commands():
 
 
 def published_table():
-    """What others have published, beside what was measured here."""
+    """Published results beside ours."""
     rows = []
     for name, task in learn.PUBLISHED.items():
         seeds, cells = found_cells(name, ["return"])
@@ -122,7 +122,7 @@ def published_table():
 
 
 def minutes_table(kept):
-    """When the samplers reach a success, in minutes and in steps: mean and range of the seeds."""
+    """Minutes and steps to each success, for every sampler: mean and range of the seeds."""
     rows = []
     for sampler, runs in kept["runs"].items():
         columns = {"steps/s": [run["steps"][-1] / run["seconds"][-1] for run in runs]}
@@ -140,7 +140,7 @@ def minutes_table(kept):
 
 
 def transfer_table(kept):
-    """Mean and range of the seeds' evaluations."""
+    """Mean and range of the evaluations of all seeds."""
     rows = []
     for variant in learn.VARIANTS:
         row = [variant]
@@ -153,7 +153,7 @@ def transfer_table(kept):
 
 
 def chain_table(kept):
-    """Success on the skills' own task, and after every stage of the chain."""
+    """Success on each skill's own task, and after every stage of the chain."""
     rows = []
     for how, suffix in learn.CHAINS.items():
         skills = [list(kept["own"][name + suffix].values()) for name in ("Pick", "Place")]
@@ -168,7 +168,7 @@ def chain_table(kept):
 
 
 def far_table(kept):
-    """Success of Pick over the distance from which it starts."""
+    """Success of Pick for each starting distance."""
     head = [f"{low:g}–{high:g} m" for low, high in kept["far_m"]]
     cells = [mean_and_range(values, 2) for values in zip(*kept["far"])]
     return table(["", *head], [["Pick with base", *cells]])
@@ -183,8 +183,8 @@ def equal_table(kept):
 
 
 def populations_table(*both):
-    """How many of all members and of single runs, and of the best of each four, reached what the
-    tuned rate reaches, less 2 %."""
+    """How many members, single runs, and best of four reached the result of the tuned rate, within
+    2 %."""
     columns = []
     for kept in both:
         tuned = np.mean([evaluated for _, evaluated in kept["tuned"]])
@@ -208,7 +208,7 @@ def populations_table(*both):
 
 
 def samplers_table(kept):
-    """Steps per second of every sampler, beside lock-step and beside what the workload allows."""
+    """Steps per second of every sampler, as a ratio to lock-step and as a share of the bound."""
     rows = []
     for workload, measured in kept["found"]["workloads"].items():
         sps = []
@@ -226,7 +226,7 @@ def samplers_table(kept):
 
 
 def feed_forward_table(kept):
-    """The same with the LSTM and without, in the same rounds."""
+    """Steps per second with the LSTM and without, in the same rounds."""
     (measured,) = kept["found"]["workloads"].values()
     rows = []
     for mode in (mode for mode in SAMPLERS if mode in measured["rounds"][0]):
@@ -243,7 +243,7 @@ def feed_forward_table(kept):
 
 
 def latency_table(kept):
-    """What is left of the rate that the simulators' sleeping allows."""
+    """The share of the rate that the simulators' sleeping allows."""
     head = ["simulators that sleep 20 ms a step", "share of what the sleeping allows"]
     share = spread(kept["found"]["share_of_bound"], 3)
     return table(head, [["16, with pointnav's network", share]])
@@ -264,7 +264,7 @@ PARTS = {  # words, digits
 
 
 def parts_table(kept):
-    """Where the time of a step goes, on each simulator."""
+    """The parts of a step's time, on each simulator."""
     rows = []
     for key, (words, digits) in PARTS.items():
         cells = []
@@ -275,7 +275,7 @@ def parts_table(kept):
 
 
 def ranks_table(kept):
-    """Speed-ups over one rank of real runs."""
+    """Speed-ups of real runs over one rank."""
     rows = []
     for mode, by_ranks in kept["found"].items():
         sps = {ranks: np.array([run["sps"] for run in runs]) for ranks, runs in by_ranks.items()}
@@ -286,7 +286,7 @@ def ranks_table(kept):
 
 
 def scaling_table(kept):
-    """Speed-ups over one rank, of simulators that differ."""
+    """Speed-ups over one rank, with simulators that differ."""
     rows = []
     for mode, by_ranks in kept["found"]["heterogeneous"].items():
         speedups = [f"{at['speedup']:.3g}" for at in by_ranks.values()]
@@ -295,7 +295,7 @@ def scaling_table(kept):
 
 
 def by_trainer(kept):
-    """Steps per second of each round: (trainer, variant) -> list."""
+    """Steps per second of each round, as (trainer, variant) -> list."""
     sps = {}
     for run in kept["found"]["runs"]:
         sps.setdefault((run["trainer"], run["variant"]), []).append(run["sps"])
@@ -303,7 +303,7 @@ def by_trainer(kept):
 
 
 def peers_table(kept):
-    """Steps per second of every trainer, and how many times as fast ver_ppo.py is."""
+    """Steps per second of every trainer, and the factor by which ver_ppo.py is faster."""
     ours = np.array(by_trainer(kept)["ver", "default"])
     rows = []
     for (trainer, variant), sps in by_trainer(kept).items():
@@ -314,7 +314,7 @@ def peers_table(kept):
 
 
 def habitat_table(kept):
-    """Steps per second in Habitat, and how many times as fast as habitat-baselines."""
+    """Steps per second in Habitat, and the ratio to habitat-baselines."""
     rows = []
     for network, words in {"cnn": "small CNN", "resnet18": "ResNet18"}.items():
         theirs = np.array([results[f"{network} baselines"]["sps"] for results in kept["found"]])
@@ -330,7 +330,7 @@ def habitat_table(kept):
 
 
 def gpu_table(kept):
-    """What every variant does on a GPU."""
+    """The results of every variant on a GPU."""
     rows = []
     for variant, found in kept["found"].items():
         row = [variant]
@@ -352,7 +352,7 @@ def gpu_table(kept):
 
 
 def with_footer(make, *names):
-    """A table of what these files hold, and where it is from."""
+    """The table of these files, with its footer."""
     every = [draw.load_result(name) for name in names]
     files = {}
     for name, kept in zip(names, every):
@@ -387,15 +387,15 @@ LEARNED = {"learned": tasks_table, "commands": commands, "published": published_
 
 
 def make_table(name):
-    """The text of a table."""
+    """The text of a table, by its name."""
     lines = LEARNED[name]() if name in LEARNED else with_footer(*OF_FILES[name])
     return "\n".join(lines) + "\n"
 
 
 @functools.cache
 def lines_of(path):
-    """The lines at which functions, methods and classes of a file begin, by their names, with the
-    module's name before them and without."""
+    """The first lines of a file's functions, methods and classes. The keys are their names, with
+    and without the module's name in front."""
     found = {}
 
     def look(body, prefix):
@@ -409,8 +409,8 @@ def lines_of(path):
 
 
 def write_page(page):
-    """The text of a page, with everything between marks made again, and with the lines to which its
-    links to functions lead today."""
+    """The text of a page, with new tables between the marks, and with the current line numbers in
+    its links to functions."""
 
     def write_link(found):
         name, path = found.groups()
@@ -421,7 +421,7 @@ def write_page(page):
 
 
 def check_tables():
-    """What is wrong with the pages: a table without its one place, or one that would change."""
+    """A list of problems of the pages: a table without its place, or a table that would change."""
     texts = {page: page.read_text() for page in PAGES}
     marks = sorted(name for text in texts.values() for _, name, _ in MARKS.findall(text))
     known = sorted({*LEARNED, *OF_FILES})
@@ -435,7 +435,7 @@ def check_tables():
 
 
 def draw_pictures():
-    """All pictures of the pages that are drawn, but those of a run."""
+    """Draw all pictures of the pages, except the film."""
     costs = {"inference_sec": 0.05, "learning_sec": 3.0}
     learned = {"depth camera": "pointnav", "blind": "pointnav-blind"}
     learned = {label: draw.load_result(task) for label, task in learned.items()}
@@ -459,15 +459,15 @@ def draw_pictures():
 
 
 def film(run):
-    """Three far goals of validation episodes, reached by the agent of this run folder: its camera,
-    and its way on the floor plan, at every third step."""
+    """Film the agent of this run folder while it reaches three far goals of validation episodes:
+    its camera, and its path on the floor plan, at every third step."""
     policy, options = play.load_policy(run)
     env = ver_ppo.make_env(options, "val").unwrapped
     figure, (eye, plan) = plt.subplots(1, 2, figsize=(6.4, 3.2), layout="constrained")
     frames = []
     found = 0
     for number in itertools.count():
-        moments = []  # of an episode: what the agent sees, the heading, the path so far
+        moments = []  # of an episode: observation, heading, length of the path
         for one in play.play(policy, env, ver_ppo.derive_seed(1, 1, 0, number)):
             moments.append((one.observe()["depth"], one.heading, len(one.path)))
         if not env.info["success"] or env.start_geodesic < 7:
