@@ -18,7 +18,6 @@ from notebooks.environments.pointnav import SUCCESS_M  # noqa: E402
 from notebooks.environments.rearrange import STARTS_M  # noqa: E402
 from notebooks.extensions import virtual_clock  # noqa: E402
 from notebooks.extensions.virtual_clock import step_times  # noqa: E402, F401
-from ver_ppo import importance_weights  # noqa: E402
 
 # Okabe and Ito's colors: they differ for the color-blind, and on white and on grey
 BLUE = "#0072B2"
@@ -218,24 +217,16 @@ def compare_samplers(
     numbers=True,
     samplers=tuple(SAMPLERS),
 ):
-    """Timelines of samplers on the same step times, below each other: figure 1 of the VER
-    paper, computed. A step is weighted as `ver` does it, by how many its environment gave. Without
-    `numbers`, a title is the sampler's name alone."""
+    """Draw the timelines of samplers on the same step times, below each other: figure 1 of the VER
+    paper, computed. Without `numbers`, a title is only the sampler's name."""
     size = {"figsize": (9, height), "layout": "constrained"}
     figure, axes = plt.subplots(len(samplers), 1, sharex=True, **size)
     num_envs = len(seconds_NK)
     costs = {"inference_sec": inference_sec, "learning_sec": learning_sec}
     for axis, sampler in zip(axes, samplers):
-        weights = []
-
-        def learn(rollout):
-            weights.append(importance_weights(rollout["env"], num_envs).sum())
-
         arguments = sampler, lambda e, k: seconds_NK[e, k], num_envs, num_steps, updates
-        found = virtual_clock.run(*arguments, **costs, learn=learn)
-        learned, sec, steps, phases = found
+        learned, sec, steps, phases = virtual_clock.run(*arguments, **costs)
         title = f"{sampler}: {learned} steps in {sec:.0f} seconds, {learned / sec:.1f} a second"
-        title += f"; weighted {sum(weights) / sec:.1f}"
         title = title if numbers else sampler
         begun = [step for step in steps if step[1] < sec]
         colors = timeline(axis, num_envs, begun, phases, title, marks_in_flight=sampler != "async")
@@ -440,13 +431,16 @@ def first_reached(x, values, height):
     return float(np.interp(height, values[around], x[around]))
 
 
-def minutes_curves(runs):
+MINUTES = ("seconds", "success"), ("seconds", "spl"), ("steps", "success")
+
+
+def minutes_curves(runs, panels=MINUTES):
     """Draw success and SPL over minutes, and success over steps, as in figures 4 and 5 of the VER
     paper: mean and range of the seeds. `runs`: sampler -> results of learn.py for each seed."""
-    panels = ("seconds", "success"), ("seconds", "spl"), ("steps", "success")
     axis_of = {"seconds": (60, "minutes"), "steps": (1000, "thousand steps")}
-    figure, axes = plt.subplots(1, 3, figsize=(9, 2.7), sharey=True, layout="constrained")
-    for axis, (over, metric) in zip(axes, panels):
+    size = {"figsize": (3 * len(panels) + (len(panels) == 1), 2.7), "squeeze": False}
+    figure, axes = plt.subplots(1, len(panels), **size, sharey=True, layout="constrained")
+    for axis, (over, metric) in zip(axes[0], panels):
         unit, words = axis_of[over]
         for line, (sampler, found) in zip(LINES, runs.items()):
             first = max(run[over][0] for run in found)
@@ -456,7 +450,7 @@ def minutes_curves(runs):
             color = SAMPLERS[sampler.partition("+")[0]]
             band(axis, x_X / unit, values_KX, color, sampler, line)
         axis.set(xlabel=words, ylabel=in_words(metric), xlim=(0, None), ylim=(0, 1))
-    axes[2].legend(frameon=False, loc="lower right")
+    axes[0, -1].legend(frameon=False, loc="lower right")
     return figure
 
 
