@@ -36,6 +36,7 @@ TRAINERS = {  # of tests/benchmarks/peers.py
     "ver": "ver_ppo.py",
     "sample_factory": "Sample Factory 2.1.1",
     "sb3": "RecurrentPPO, sb3-contrib 2.9.2",
+    "pufferlib": "PufferLib 3.0.0",
     "habitat_ver": "VER of habitat-baselines 0.3.320260507",
     "habitat_ddppo": "DD-PPO of habitat-baselines 0.3.320260507",
 }

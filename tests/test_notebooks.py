@@ -51,6 +51,22 @@ def spoiled(solution, *changes):
     return [right.replace(old, new) for old, new in changes]
 
 
+# V-trace by its definition
+VTRACE = """def my_vtrace(ratio_K, reward_K, value_K, done_K, bootstrap, gamma, gae_lambda):
+    found = []
+    future_K = [*value_K[1:], bootstrap]
+    for begin in range(len(ratio_K)):
+        advantage, product = 0.0, 1.0
+        for k in range(begin, len(ratio_K)):
+            product *= min(1, ratio_K[k]) if k > begin else 1
+            difference = reward_K[k] + (0 if done_K[k] else gamma * future_K[k]) - value_K[k]
+            advantage += (gamma * gae_lambda) ** (k - begin) * product * difference
+            if done_K[k]:
+                break
+        found.append((value_K[begin] + min(1, ratio_K[begin]) * advantage, advantage))
+    return list(zip(*found))"""
+TRUNCATED_PRODUCT = VTRACE.replace("min(1, ratio_K[k])", "ratio_K[k]")
+TRUNCATED_PRODUCT = TRUNCATED_PRODUCT.replace("* product", "* min(1, product)")  # not each ratio
 # what a student may write in place of what lies in such a file, and the check must notice:
 # mistakes by notebook and exercise
 MINUTES = "import numpy as np\ndef minutes_to(steps, values, rate, threshold):\n    "
@@ -166,7 +182,7 @@ def my_advantages(segment_S, reward_S, value_S, done_S, *more):
 def my_advantages(*columns):
     return ver_ppo.compute_advantages(*columns[:-1], 1.0)""",
     ],
-    ("06_optimal_preemption", "2"): [
+    ("06_optimal_preemption", "1"): [
         """  # as soon as one is done, which S / Time(S) says
 def my_preemption(step_sec_2, most, learning_sec):
     return most * min(step_sec_2)""",
@@ -189,6 +205,58 @@ def my_preemption(step_sec_2, most, learning_sec):
     )
     return min(end_sec, most * step_sec_2[0])""",
     ],
+    ("07_older_data", "2"): spoiled(
+        "07_older_data_2",
+        # not truncated; as PPO clips; only the ratios above 1
+        ("np.minimum(1.0, ratio_K)", "ratio_K"),
+        ("np.minimum(1.0, ratio_K)", "np.clip(ratio_K, 0.8, 1.2)"),
+        ("np.minimum(1.0, ratio_K)", "np.maximum(1.0, ratio_K)"),
+        # the step's own c: not in the target; with lambda (c in place of rho); in the advantage
+        ("value_K + keep_K * advantage_K", "value_K + advantage_K"),
+        ("value_K + keep_K * advantage_K", "value_K + gae_lambda * keep_K * advantage_K"),
+        ("return target_K, advantage_K", "return target_K, keep_K * advantage_K"),
+        # what follows is not corrected; is corrected by the ratio of the step before it
+        ("= keep_K[step] * advantage_K[step]", "= advantage_K[step]"),
+        ("= keep_K[step] * advantage_K[step]", "= keep_K[step - 1] * advantage_K[step]"),
+        # the next step's target is in the difference, too
+        ("= value_K[step]\n", "= value_K[step] + keep_K[step] * advantage_K[step]\n"),
+        # at an episode's end, the next episode's value or advantage still counts
+        ("            next_value = 0.0\n", ""),
+        ("            next_kept = 0.0\n", ""),
+        # a segment's end is taken for an episode's end; there is no lambda; the two are swapped
+        ("next_value = bootstrap", "next_value = 0.0"),
+        ("gamma * gae_lambda * next_kept", "gamma * next_kept"),
+        ("return target_K, advantage_K", "return advantage_K, target_K"),
+    )
+    + [TRUNCATED_PRODUCT],
+    ("08_language_models", "1"): spoiled(
+        "08_language_models_1",
+        # forgets what was decoded; passes it without the prompt
+        ("engine(prompt + tokens)", "engine(prompt)"),
+        ("engine(prompt + tokens)", "engine(tokens or prompt)"),
+        # the version of the last piece for all; of the first; one for each piece; one more for each
+        ("versions += [version] * len(new_tokens)", "versions = [version] * len(tokens)"),
+        ("[version] * len(new_tokens)", "[*versions, version][:1] * len(new_tokens)"),
+        ("[version] * len(new_tokens)", "[version]"),
+        ("[version] * len(new_tokens)", "range(version, version + len(new_tokens))"),
+        # stops at the first interruption, keeps the last piece's log-probabilities only
+        ("while not ended", "for _ in range(1)"),
+        ("log_probs += new_log_probs", "log_probs = new_log_probs"),
+        # the prompt counts as part of the answer
+        ("return tokens", "return prompt + tokens"),
+    ),
+    ("08_language_models", "2"): spoiled(
+        "08_language_models_2",
+        # forgets the running, those accepted, both, or those learned from; is off by a batch
+        (" - accepted - running", " - accepted"),
+        (" - accepted - running", " - running"),
+        (" - accepted - running", ""),
+        ("(eta + version + 1) * B", "(eta + 1) * B"),
+        ("(eta + version + 1) * B", "(eta + version) * B"),
+        # lets one answer too many begin; only asks whether any may
+        (" - accepted - running", " - accepted - running + 1"),
+        ("return (eta", "return accepted + running < (eta"),
+    ),
     ("05_does_it_pay", "1"): [
         # as if curves only rose; from point to point; the last time; as if they never fell; seconds
         f"{MINUTES}return np.interp(threshold, values, steps) / rate / 60",
@@ -213,6 +281,60 @@ FEWER_STEPS = {  # of training in these notebooks, where their checks do not ask
 
 
 OTHERS = {  # more answers, by notebook and exercise, and what the check must say of each
+    ("08_language_models", "1"): {
+        # changes its input; arrays
+        """def carry_over(engine, prompt):
+    size = len(prompt)
+    columns = [], []
+    while True:
+        tokens, log_probs, version, ended = engine(prompt)
+        prompt += tokens
+        columns[0].extend(log_probs)
+        columns[1].extend(version for _ in tokens)
+        if ended:
+            return np.array(prompt[size:]), *map(np.array, columns)""": "right",
+    },
+    ("08_language_models", "2"): {
+        # so many that begin that the next one would be too old
+        """def may_begin(accepted, running, version, B, eta):
+    return max(0.0, B * version + (1 + eta) * B - (accepted + running))""": "right",
+    },
+    ("08_language_models", "3"): {"answer = 0.43": "right", "answer = 1 - 0.1**8": "not yet"},
+    ("08_language_models", "4"): {"answer = [0.8, 1.5, 5]": "not yet"},
+    ("06_optimal_preemption", "1"): {  # clears its input
+        """def my_preemption(step_sec_2, most, learning_sec):
+    _, end_sec = ver_multigpu.optimal_preemption(step_sec_2[:, None], most, True, learning_sec)
+    step_sec_2[:] = 0
+    return end_sec""": "right",
+    },
+    ("06_optimal_preemption", "2"): {
+        # from a line of all steps; clears its input
+        """def learned_from(rollouts, total):
+    line = sum(rollouts, [])
+    ends = np.cumsum([len(fresh) for fresh in rollouts])
+    for fresh in rollouts:
+        fresh.clear()
+    return [line[end - total : end] for end in ends]""": "right",
+        # only from the rollout before
+        """def learned_from(rollouts, total):
+    pairs = zip([[0] * total, *rollouts], rollouts)
+    return [([0] * total + before + fresh)[-total:] for before, fresh in pairs]""": "not yet",
+    },
+    ("06_optimal_preemption", "3"): {
+        # an array
+        """def my_differences(reward_K, version_K, newest, value_of, gamma):
+    value_K1 = np.array([value_of(v, k) for k, v in enumerate([*version_K, newest])])
+    return np.array(reward_K) + gamma * value_K1[1:] - value_K1[:-1]""": "right",
+        # both values by the policy that chose the action; nothing after the last step
+        """def my_differences(reward_K, version_K, newest, value_of, gamma):
+    found = []
+    for k, v in enumerate(version_K):
+        found.append(reward_K[k] + gamma * value_of(v, k + 1) - value_of(v, k))
+    return found""": "not yet",
+        """def my_differences(reward_K, version_K, newest, value_of, gamma):
+    value_K1 = np.array([value_of(v, k) for k, v in enumerate(version_K)] + [0.0])
+    return np.array(reward_K) + gamma * value_K1[1:] - value_K1[:-1]""": "not yet",
+    },
     ("01_straggler_effect", "1"): {  # changes the table it is given
         """def lockstep_seconds(seconds_NK, updates, inference_sec, learning_sec):
     seconds_NK += inference_sec
@@ -230,7 +352,7 @@ OTHERS = {  # more answers, by notebook and exercise, and what the check must sa
         collector.act(np.array([e]))
     while rollout.rows < rollout.capacity:
         answered = collector.await_answers(rollout.capacity - rollout.rows)
-        for e in answered:
+        for e in answered[::-1]:  # within a pass, the order of the rows is free
             if collector.in_flight_N[e]:
                 collector.complete_steps(rollout, np.array([e]), np.array([rollout.rows]))
                 rollout.rows += 1
@@ -245,28 +367,86 @@ OTHERS = {  # more answers, by notebook and exercise, and what the check must sa
             first = collector.io["first"][[e]]
             values = collector.values(np.array([e]), collector.io["obs"], first)
         rollout.bootstrap[e] = values[0]""": "right",
-        "def my_collect(collector, rollout):\n    rollout.rows = 12": "no answer yet",
+        # these do something, or say that they did, and no environment gets an action
+        "def my_collect(collector, rollout):\n    rollout.rows = 12": "not yet",
+        "def my_collect(collector, rollout):\n    rollout.bootstrap[:] = 0": "not yet",
+        "def my_collect(collector, rollout):\n    collector.given_N[:] = 0": "not yet",
+        "def my_collect(collector, rollout):\n    collector.await_answers(12)": "not yet",
+        "def my_collect(collector, rollout):\n    return rollout": "not yet",
+        """def my_collect(collector, rollout):
+    while True:
+        collector.await_answers(12)""": "not yet",
     },
-    ("02_rollout_by_hand", "4"): {  # from what is printed
-        "answer = [-np.round(replaced, 4) * share for share in (0.884, 0.940, 1)]": "right",
-        "answer = [-replaced * 0.99**2, -replaced * 0.99, -replaced]": "not yet",
+    ("03_packing", "1"): {"answer = [10, 7, 4, 3]": "not yet", "answer = 3, 2, 1, 1": "right"},
+    ("03_packing", "2"): {
+        "my_cut = ver_ppo.cut_minibatches": "right",
+        # pops from its argument
+        """def my_cut(sequences, count):
+    total = sum(map(len, sequences))
+    minibatches = []
+    for b in range(count):
+        room = total * (b + 1) // count - total * b // count
+        minibatches.append([])
+        while room > 0:
+            sequence = sequences.pop(0)
+            minibatches[b].append(sequence[:room])
+            if len(sequence) > room:
+                sequences.insert(0, sequence[room:])
+            room -= len(minibatches[b][-1])
+    return minibatches""": "right",
     },
-    ("03_packing", "1"): {"looped_sequences = lambda *_: [0, 1]": "not yet"},
-    ("03_packing", "2"): {"my_cut = ver_ppo.cut_minibatches": "right"},
-    ("03_packing", "3"): {"my_pack = ver_ppo.pack": "right"},
+    ("03_packing", "3"): {
+        "my_pack = ver_ppo.pack": "right",
+        # pops from its argument
+        """def my_pack(sequences):
+    sequences.sort(key=len, reverse=True)
+    packed = []
+    batch_sizes = []
+    while sequences:
+        packed += [sequence[len(batch_sizes)] for sequence in sequences]
+        batch_sizes.append(len(sequences))
+        while sequences and len(sequences[-1]) == len(batch_sizes):
+            sequences.pop()
+    return packed, batch_sizes""": "right",
+        "my_pack = lambda sequences: np.concatenate(sequences)": "not yet",
+    },
     ("03_packing", "4"): {"answer = 'ABCDFG'": "not yet", "answer = 'a, d, f'": "right"},
     ("05_does_it_pay", "2"): {
+        "answer = 9": "not yet",
+        "answer = [18]": "right",
         "answer = 16": "not yet",
-        "answer = [40]": "right",
-        "answer = 24": "not yet",
     },
     ("03_packing", "5"): {"answer = 'DFGX'": "not yet", "answer = ['g', 'F', 'd']": "right"},
     ("04_returns_and_ppo", "1"): {"my_advantages = ver_ppo.compute_advantages": "right"},
-    ("07_older_data", "1"): {  # no ratios; not truncated
-        "shares_of_differences = lambda r_K: (gamma * lam) ** np.arange(4)": "not yet",
-        "shares_of_differences = lambda r_K: np.cumprod([1, *gamma * lam * r_K[1:]])": "not yet",
+    ("04_returns_and_ppo", "2"): {  # with a pocket calculator; on paper; without γ; without λ
+        "answer = [round(final_value * share, 3) for share in (0.876, 0.931, 0.99)]": "right",
+        "answer = 0.188, 0.2, 0.213": "right",
+        "answer = [final_value * share for share in (0.884, 0.940, 1)]": "not yet",
+        "answer = [final_value * share for share in (0.970, 0.980, 0.99)]": "not yet",
+    },
+    ("04_returns_and_ppo", "3"): {  # in PyTorch; divided by the sum of the weights
+        """def objective(*columns):
+    ratio_M, advantage_M, weight_M = map(torch.tensor, columns)
+    clipped_M = ratio_M.clamp(0.8, 1.2)
+    objective_M = torch.minimum(ratio_M * advantage_M, clipped_M * advantage_M)
+    return (weight_M * objective_M).mean()""": "right",
+        """def objective(ratio_M, advantage_M, weight_M):
+    clipped_M = np.clip(ratio_M, 0.8, 1.2)
+    objective_M = np.minimum(ratio_M * advantage_M, clipped_M * advantage_M)
+    return np.average(objective_M, weights=weight_M)""": "not yet",
+    },
+    ("07_older_data", "1"): {  # not truncated; swapped; as an array
+        "answer = [0.7, 1.12, 0.56, 0.728], [1, 1.6, 0.8, 1.04]": "not yet",
+        "answer = [1, 1, 0.5, 0.5], [0.7, 0.7, 0.35, 0.35]": "not yet",
+        "answer = np.array([[0.7, 0.7, 0.35, 0.35], [1, 1, 0.5, 0.5]])": "right",
     },
     ("07_older_data", "2"): {
+        VTRACE: "right",
+        "my_vtrace = shipped_vtrace": "right",
+        "my_vtrace = lambda *_: None": "no answer yet",
+        "my_vtrace = lambda ratio_K, *_: ratio_K": "not yet",
+    },
+    ("07_older_data", "3"): {
         "answer = [8, 4, 2, 2], [12, 4, 0, 0]": "not yet",
         "answer = [8, 8, 4, 4, 16, 8, 4, 4]": "not yet",
     },

@@ -3,7 +3,7 @@ import numpy as np
 
 def my_advantages(segment_S, reward_S, value_S, done_S, bootstrap, gamma, gae_lambda):
     advantage_S = np.zeros(len(segment_S))
-    # of each segment's next step, beginning behind the last one
+    # value and advantage of each segment's next step; at first, of what follows its last step
     next_value = list(bootstrap)
     next_advantage = [0.0] * len(bootstrap)
     for step in reversed(range(len(segment_S))):

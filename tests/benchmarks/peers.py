@@ -1,31 +1,37 @@
-"""How fast ver_ppo.py trains next to other trainers of recurrent PPO: environment steps per second,
-collecting and learning. Ten minutes for each simulator, on an idle machine.
+"""Compare the speed of ver_ppo.py with other trainers of recurrent PPO: environment steps per
+second, collecting and learning. Ten minutes for each simulator, on an otherwise idle machine.
 
-    peers.py --sample-factory-python SF/bin/python --sb3-python SB3/bin/python --rounds 3
+    peers.py --sample-factory-python SF/bin/python --sb3-python SB3/bin/python \\
+        --pufferlib-python PUF/bin/python --rounds 3
     peers.py ... --simulator computes --total-timesteps 12288      a step also takes 2 ms of a CPU
     peers.py ... --simulator sleeps --total-timesteps 12288        a step also sleeps 20 ms
 
-The peers are Sample Factory (APPO, asynchronous), RecurrentPPO of sb3-contrib, and the trainers of
-habitat-baselines (VER, and DD-PPO with double-buffered sampling; see peer_habitat.py). All pin
-packages, so each lives in a virtual environment of its own (leave one out and it is not measured):
+The peers are Sample Factory (APPO, asynchronous), RecurrentPPO of sb3-contrib, PufferLib, and the
+trainers of habitat-baselines (VER, and DD-PPO with double-buffered sampling; see peer_habitat.py).
+Each pins its packages, so each needs a virtual environment of its own. A peer without one is not
+measured:
 
     python -m venv SF;  SF/bin/pip install torch==2.13.0
     SF/bin/pip install sample-factory==2.1.1 tyro tqdm
     python -m venv SB3; SB3/bin/pip install torch==2.13.0
     SB3/bin/pip install sb3-contrib==2.9.2 tyro tqdm
+    python -m venv PUF; PUF/bin/pip install torch==2.13.0
+    PUF/bin/pip install --no-build-isolation pufferlib==3.0.0 tyro tqdm
 
-The same for all: environment (PointNavSteady of simulators.py), 16 environments, learning from 2048
-steps in two epochs of two mini-batches, Adam, the modules that encode the observation, an LSTM of
-128, CPU. The learning rate is close to 0, so that all play the uniform policy until the end. What
-differs: ver_ppo.py also reads the previous action (an LSTM input of 224 numbers instead of 192);
-Sample Factory, and ver_ppo.py with `overlap`, learn while they collect, from experience of older
-policies, and Sample Factory's trajectories of 32 steps are shorter than the others' 128;
-RecurrentPPO sends no gradient of the value into the LSTM. Each peer has the sampling that was the
-fastest of several on two cores.
+All trainers have the same environment (PointNavSteady of simulators.py), 16 environments, learning
+from 2048 steps in two epochs of two mini-batches, Adam, the same encoders of the observation, an
+LSTM of 128, and a CPU. The learning rate is close to 0, so that all play the uniform policy until
+the end. Each peer has the fastest of several sampling options on two cores. The differences:
 
-Each run is a process of its own, one at a time, trainers by turns; its rate counts from the end of
-the third rollout to the end of the last.
-"""
+- ver_ppo.py also reads the previous action: its LSTM's input has 224 numbers instead of 192.
+- Sample Factory, and ver_ppo.py with `overlap`, learn while they collect, from experience of older
+  policies. Sample Factory's trajectories have 32 steps, and the others' 128.
+- RecurrentPPO sends no gradient of the value into the LSTM.
+- PufferLib draws its mini-batches by the size of their advantages, and begins every rollout with an
+  empty memory.
+
+Each run is a process of its own, one at a time, and the trainers alternate. The rate counts from
+the end of the third rollout to the end of the last one. """
 
 import functools
 import importlib
@@ -61,12 +67,14 @@ SIMULATORS = {  # wrappers that make a step take longer
 }
 TWO = "--num_workers=2 --num_envs_per_worker=8 --worker_num_splits=2 --rollout=32"
 SIXTEEN = "--num_workers=16 --num_envs_per_worker=1 --worker_num_splits=1 --rollout=32"
-VARIANTS = {  # of peers on a simulator, else on any: a name, and arguments of train_...
+VARIANTS = {  # of a peer, on one simulator or on any: a name, and arguments of train_...
     ("sample_factory", "sleeps"): ("16x1-rollout32", {"sampling": SIXTEEN}),
     "sample_factory": ("2x8-rollout32", {"sampling": TWO}),
     ("sb3", "built-in"): ("dummy-2thread", {"processes": False, "threads": 2}),
     ("sb3", "computes"): ("subproc-1thread", {"processes": True, "threads": 1}),
     ("sb3", "sleeps"): ("subproc-2thread", {"processes": True, "threads": 2}),
+    "pufferlib": ("2x8", {"workers": 2, "batch_envs": 8}),
+    ("pufferlib", "sleeps"): ("16x1", {"workers": 16, "batch_envs": 4}),
     "habitat_ver": ("1-inference-worker", {"trainer": "ver", "threads": 1}),
     "habitat_ddppo": (
         "double-buffered-1thread",
@@ -76,6 +84,7 @@ VARIANTS = {  # of peers on a simulator, else on any: a name, and arguments of t
 PACKAGES = {
     "sample_factory": ["sample-factory"],
     "sb3": ["stable-baselines3", "sb3-contrib"],
+    "pufferlib": ["pufferlib"],
     "habitat_ver": ["habitat-lab", "habitat-baselines"],
     "habitat_ddppo": ["habitat-lab", "habitat-baselines"],
 }
@@ -84,8 +93,8 @@ PACKAGES = {
 
 
 def make_env(*_, **__):
-    """The environment just as ver_ppo.make_env makes it, with the wrappers of --simulator, which
-    all processes of a run know from their environment. Other trainers' arguments are ignored."""
+    """Make the environment as ver_ppo.make_env does, with the wrappers of --simulator, which an
+    environment variable tells to all processes. Other trainers' arguments are ignored."""
     env = gym.make(ENV_ID, disable_env_checker=True)
     for wrapper in SIMULATORS[os.environ.get("SIMULATOR", "built-in")]:
         env = ver_ppo.load(wrapper, "--wrappers")(env)
@@ -105,12 +114,12 @@ class ObservationEncoder(nn.Module):
         return torch.cat([self.depth(obs), self.goal(obs)], dim=1)
 
 
-# Trainers: train for at least `steps`, return a mark (steps so far, time) from the end of learning
-# from each rollout.
+# Each trainer trains for at least `steps`. It returns a list of marks, (steps so far, time), one
+# for the end of learning from each rollout.
 
 
 def make_sample_factory_encoder(cfg, obs_space):
-    """ObservationEncoder with the methods that Sample Factory asks for."""
+    """ObservationEncoder with the methods that Sample Factory needs."""
     from sample_factory.model.encoder import Encoder
 
     class SampleFactoryEncoder(Encoder):
@@ -128,8 +137,8 @@ def make_sample_factory_encoder(cfg, obs_space):
 
 
 def make_sample_factory_policy(cfg, obs_space, action_space):
-    """Sample Factory's own model, except that its action distribution starts uniform, as the
-    others' does."""
+    """Sample Factory's own model, except that its action distribution starts uniform, like the
+    others."""
     from sample_factory.model.actor_critic import default_make_actor_critic_func
 
     policy = default_make_actor_critic_func(cfg, obs_space, action_space)
@@ -138,7 +147,7 @@ def make_sample_factory_policy(cfg, obs_space, action_space):
 
 
 def train_sample_factory(steps, folder, sampling):
-    """APPO with double-buffered sampling and the learner in a process of its own (its defaults)."""
+    """Train with APPO, with double-buffered sampling and a learner process (its defaults)."""
     from sample_factory.algo.runners.runner import AlgoObserver
     from sample_factory.algo.utils.context import global_model_factory
     from sample_factory.cfg.arguments import parse_full_cfg, parse_sf_args
@@ -172,7 +181,7 @@ def train_sample_factory(steps, folder, sampling):
 
 
 def train_sb3(steps, folder, processes, threads):
-    """RecurrentPPO; the environments in the main process, or in a process each."""
+    """Train with RecurrentPPO, with all environments in the main process, or each in its own."""
     from sb3_contrib import RecurrentPPO
     from stable_baselines3.common.callbacks import BaseCallback
     from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
@@ -214,19 +223,79 @@ def train_sb3(steps, folder, processes, threads):
     return marks
 
 
+def make_puffer_env(buf=None, seed=0):
+    """Wrap the environment for PufferLib, whose observations are rows of bytes."""
+    from pufferlib.emulation import GymnasiumPufferEnv
+
+    return GymnasiumPufferEnv(env_creator=make_env, buf=buf, seed=seed)
+
+
+def train_pufferlib(steps, folder, workers, batch_envs):
+    """Train with PuffeRL, with its LSTM around the encoder. It collects from the workers that have
+    answered."""
+    import pufferlib.models
+    import pufferlib.pytorch
+    import pufferlib.vector
+    from pufferlib.pufferl import PuffeRL
+
+    class Inner(nn.Module):
+        is_continuous = False
+
+        def __init__(self, env):
+            super().__init__()
+            self.dtype = pufferlib.pytorch.nativize_dtype(env.emulated)
+            self.encoder = ObservationEncoder(env.env.observation_space)
+            self.actor = ver_ppo.orthogonal(nn.Linear(HIDDEN, env.single_action_space.n), 0.01)
+            self.critic = ver_ppo.orthogonal(nn.Linear(HIDDEN, 1), 1.0)
+
+        def encode_observations(self, observations, state=None):
+            return self.encoder(pufferlib.pytorch.nativize_tensor(observations, self.dtype))
+
+        def decode_actions(self, hidden):
+            return self.actor(hidden), self.critic(hidden)
+
+    how = {"num_envs": NUM_ENVS, "num_workers": workers, "batch_size": batch_envs}
+    how |= {"backend": "Multiprocessing", "overwork": True}
+    vec_env = pufferlib.vector.make(make_puffer_env, **how)
+    inner = Inner(vec_env.driver_env)
+    sizes = {"input_size": inner.encoder.out_features, "hidden_size": HIDDEN}
+    policy = pufferlib.models.LSTMWrapper(vec_env.driver_env, inner, **sizes)
+    config = {"device": "cpu", "seed": 1, "use_rnn": True, "compile": False, "cpu_offload": False}
+    config |= {"batch_size": ROLLOUT_STEPS, "bptt_horizon": NUM_STEPS, "update_epochs": EPOCHS}
+    config |= {"minibatch_size": ROLLOUT_STEPS // MINIBATCHES, "max_minibatch_size": ROLLOUT_STEPS}
+    config |= {"optimizer": "adam", "learning_rate": LEARNING_RATE, "anneal_lr": False}
+    config |= {"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_eps": 1e-8, "max_grad_norm": 0.5}
+    config |= {"gamma": 0.99, "gae_lambda": 0.95, "clip_coef": 0.2, "vf_coef": 0.5}
+    config |= {"vf_clip_coef": 0.2, "ent_coef": 0.005, "prio_alpha": 0.8, "prio_beta0": 0.2}
+    config |= {"vtrace_rho_clip": 1.0, "vtrace_c_clip": 1.0, "precision": "float32"}
+    config |= {"torch_deterministic": True, "total_timesteps": steps, "data_dir": folder}
+    config |= {"checkpoint_interval": 10**9, "env": "peers"}
+    trainer = PuffeRL(config, vec_env, policy)
+    marks = []
+    while trainer.global_step < steps:
+        trainer.evaluate()
+        trainer.train()
+        marks.append((trainer.global_step, time.perf_counter()))
+    trainer.utilization.stop()
+    for process in vec_env.processes:  # otherwise they continue, and each keeps a core busy
+        process.kill()
+    return marks
+
+
 def train_habitat(steps, folder, **settings):
-    """habitat-baselines' trainers, see peer_habitat.py."""
+    """Train with habitat-baselines (see peer_habitat.py)."""
     return importlib.import_module("peer_habitat").train(steps, folder, **settings)
 
 
 def variant_of(trainer, simulator):
-    """Name and settings of the variant of a peer that suits a simulator."""
+    """Name and settings of a peer's variant for a simulator."""
     return VARIANTS.get((trainer, simulator)) or VARIANTS[trainer]
 
 
 def measure_here(trainer, simulator, steps):
     """Train in this folder, and print the result as one line of JSON."""
     trainers = {"sample_factory": train_sample_factory, "sb3": train_sb3}
+    trainers["pufferlib"] = train_pufferlib
     _, settings = variant_of(trainer, simulator)
     marks = trainers.get(trainer, train_habitat)(steps, os.getcwd(), **settings)
     first_step, began_at = marks[WARM_UP_ROLLOUTS - 1]
@@ -240,7 +309,7 @@ def measure_here(trainer, simulator, steps):
 
 
 def measure_peer(python, trainer, args):
-    """One run of a peer, by its own Python."""
+    """Run a peer with its own Python."""
     what = trainer, args.simulator, args.total_timesteps
     command = [python, "-c", f"import peers; peers.measure_here{what}"]
     with tempfile.TemporaryDirectory() as folder:
@@ -251,7 +320,7 @@ def measure_peer(python, trainer, args):
 
 
 def measure_ours(more, args):
-    """One run of ver_ppo.py."""
+    """Run ver_ppo.py."""
     line = f"--env-id {ENV_ID} --num-envs {NUM_ENVS} --num-steps {NUM_STEPS} --device cpu"
     line += f" --num-minibatches {MINIBATCHES} --update-epochs {EPOCHS} --hidden-size {HIDDEN}"
     line += f" --learning-rate {LEARNING_RATE} --eval-episodes 0 {more}"
@@ -262,7 +331,7 @@ def measure_ours(more, args):
 
 
 def compare(args):
-    """Interleaved rounds of all trainers."""
+    """Measure all trainers in interleaved rounds."""
     variants = {}
     for variant, more in {"default": "", "overlap": "--extensions overlap"}.items():
         variants[f"ver {variant}"] = functools.partial(measure_ours, more, args)
@@ -288,6 +357,7 @@ if __name__ == "__main__":
     parser = harness.command_line(__doc__)
     parser.add_argument("--sample-factory-python", help="Python of its virtual environment")
     parser.add_argument("--sb3-python", help="Python of its virtual environment")
+    parser.add_argument("--pufferlib-python", help="Python of its virtual environment")
     parser.add_argument("--habitat-python", help="Python that can import habitat_baselines")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--total-timesteps", type=int, default=50_000, help="of each run")
