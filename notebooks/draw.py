@@ -14,7 +14,6 @@ from matplotlib.patches import Patch, Rectangle
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "notebooks" / "results"  # written by tests/benchmarks
 sys.path.insert(0, str(ROOT))  # for notebooks, which run in their own folder
-from notebooks.environments.pointnav import SUCCESS_M  # noqa: E402
 from notebooks.environments.rearrange import STARTS_M  # noqa: E402
 from notebooks.extensions import virtual_clock  # noqa: E402
 from notebooks.extensions.virtual_clock import step_times  # noqa: E402, F401
@@ -585,7 +584,7 @@ def chain_and_distance(found):
 
 def plan_view(axis, env):
     """Draw a floor plan from above. The shortest path is broad and light. The agent's path is thin
-    and dark, from the dot to the cross. A circle of 0.2 m surrounds the goal."""
+    and dark, from the dot to the cross. A ring marks the goal."""
     start = env.path[0]
     end = env.path[-1]
     flat(axis, env.plan.boxes_K4, env.plan.num_walls, env.plan.size)
@@ -593,7 +592,7 @@ def plan_view(axis, env):
     axis.plot(*np.array(env.shortest_path()).T, color=SKY, lw=5, solid_capstyle="round")
     env.position = end
     axis.plot(*np.array(env.path).T, color=BLUE, lw=1.5)
-    axis.add_patch(plt.Circle(env.goal, SUCCESS_M, fill=False, edgecolor="black", lw=1))
+    axis.plot(*env.goal, "o", mfc="none", mec=RED, ms=15, mew=2.5)
     axis.plot(*start, "o", color=BLUE, ms=6)
     axis.plot(*end, "x", color="black", ms=8, mew=2)
 

@@ -19,6 +19,8 @@ from nbclient import NotebookClient
 import ver_ppo
 from notebooks import draw
 from notebooks.environments.pointnav import PointNav
+from notebooks.extensions import virtual_clock
+from notebooks.solutions import bug_hunt
 from tests.helpers import ROOT
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -257,6 +259,36 @@ def my_preemption(step_sec_2, most, learning_sec):
         (" - accepted - running", " - accepted - running + 1"),
         ("return (eta", "return accepted + running < (eta"),
     ),
+    ("11_population", "1"): spoiled(
+        "11_population_1",
+        # 30 % rounded down, to the nearest, of the others; more or fewer are among the best
+        ("ceil(0.3 * len(ranked))", "max(1, int(0.3 * len(ranked)))"),
+        ("ceil(0.3 * len(ranked))", "round(0.3 * len(ranked))"),
+        ("ceil(0.3 * len(ranked))", "ceil(0.3 * len(others))"),
+        ("best >= ranked[few - 1]", "best >= ranked[few]"),
+        ("best >= ranked[few - 1]", "best >= ranked[0]"),
+        # its present score counts, not its best one; the donor's; the rest of the rule only
+        ("best >= ranked[few - 1]", "score >= ranked[few - 1]"),
+        ("best >= ranked[few - 1]", "best >= donor"),
+        ("score not in ranked[-few:]", "False"),
+        # one difference is enough; only one is asked for
+        ("0.5 * deviation and gap", "0.5 * deviation or gap"),
+        ("gap > 0.5 * deviation and", ""),
+        (" and gap > 0.05 * abs(donor)", ""),
+        # a whole deviation; of all scores, without the highest, of a sample, without the member
+        ("0.5 * deviation", "deviation"),
+        ("len(ranked) // 5", "0"),
+        ("ranked[: len(ranked) - lowest]", "ranked[lowest:]"),
+        ("lowest])", "lowest], ddof=1)"),
+        ("np.std(ranked[: len(ranked) - lowest])", "np.std(others)"),
+        ("len(ranked) // 5", "ceil(len(ranked) / 5)"),
+        # 5 % of its own score; of a negative score
+        ("abs(donor)", "abs(score)"),
+        ("abs(donor)", "donor"),
+        # never takes over; never mutates
+        ('return "takes over"', 'return "mutates"'),
+        ('return "mutates"', 'return "takes over"'),
+    ),
     ("05_does_it_pay", "1"): [
         # as if curves only rose; from point to point; the last time; as if they never fell; seconds
         f"{MINUTES}return np.interp(threshold, values, steps) / rate / 60",
@@ -277,6 +309,7 @@ FEWER_STEPS = {  # of training in these notebooks, where their checks do not ask
         "pointnav --total-timesteps 30000 {camera}": "pointnav --total-timesteps 4096 {camera}",
     },
     "05_does_it_pay": {"--total-timesteps 6144": "--total-timesteps 2048"},
+    "09_bug_hunt": {"UPDATES = 40": "UPDATES = 8"},
 }
 
 
@@ -370,7 +403,6 @@ OTHERS = {  # more answers, by notebook and exercise, and what the check must sa
         # these do something, or say that they did, and no environment gets an action
         "def my_collect(collector, rollout):\n    rollout.rows = 12": "not yet",
         "def my_collect(collector, rollout):\n    rollout.bootstrap[:] = 0": "not yet",
-        "def my_collect(collector, rollout):\n    collector.given_N[:] = 0": "not yet",
         "def my_collect(collector, rollout):\n    collector.await_answers(12)": "not yet",
         "def my_collect(collector, rollout):\n    return rollout": "not yet",
         """def my_collect(collector, rollout):
@@ -449,6 +481,22 @@ OTHERS = {  # more answers, by notebook and exercise, and what the check must sa
     ("07_older_data", "3"): {
         "answer = [8, 4, 2, 2], [12, 4, 0, 0]": "not yet",
         "answer = [8, 8, 4, 4, 16, 8, 4, 4]": "not yet",
+    },
+    ("11_population", "1"): {
+        # by places, from the worst; clears its input
+        """def my_decision(score, best, others, donor):
+    scores = np.sort([*others, score])
+    few = -(-3 * len(scores) // 10)
+    worse = sum(other < score for other in others)
+    others.clear()
+    if worse >= few or best >= scores[-few]:
+        return "goes on"
+    least = max(scores[len(scores) // 5 :].std() / 2, abs(donor) / 20)
+    return "mutates" if donor - score <= least else "takes over"
+""": "right",
+        # in words of one's own
+        "my_decision = lambda *_: 'continues'": "not yet",
+        "my_decision = lambda *_: None": "no answer yet",
     },
     ("13_extras", "1"): {"answer = [8]": "right", "answer = 'eight'": "not yet"},
 }
@@ -636,6 +684,87 @@ def test_notebooks_import():
         assert not shipped & set(re.findall(r"^(?:def|class) (\w+)", code, re.M)), path
         for link in re.findall(r"\]\(([\w/.]+\.ipynb)\)", "\n".join(cell.source for cell in cells)):
             assert (path.parent / link).exists(), link
+
+
+def first_rollout(cells, letter):
+    """The columns of a copy's first rollout in the bug hunt's laboratory, but for times."""
+    copy = cells["open_copy"](letter)
+    copy.collect()
+    copy.advantages()
+    times = {"inference_at", "sent_at", "began_at"}
+    columns = {name: copy.learned[name] for name in set(copy.learned.dtype.names) - times}
+    return columns | {"bootstrap": copy.rollout.bootstrap, "state": copy.learned.state.numpy()}
+
+
+def test_bug_hunt():
+    """Each copy has its fault and no other one, the tools that should find it do, and the shipped
+    loop passes all of them."""
+    cells = {}
+    for cell in nbformat.read(ROOT / "notebooks" / "09_bug_hunt.ipynb", as_version=4).cells[2:]:
+        trains = "train(" in cell.source or "curves" in cell.source
+        if cell.cell_type == "code" and not trains:
+            exec(cell.source.replace("draw.setup()", ""), cells)
+    plt.close("all")
+    # what is different in a first rollout, with the same random numbers
+    targets = {"advantage", "norm_advantage", "returns"}
+    differs = {"A": targets | {"reward"}, "D": {"norm_advantage"}, "H": targets}
+    differs |= {"E": targets | {"bootstrap"}, "B": set(), "C": set(), "G": set()}
+    shipped = first_rollout(cells, "shipped")
+    for letter, names in differs.items():
+        found = first_rollout(cells, letter)
+        assert {name for name in shipped if (found[name] != shipped[name]).any()} == names, letter
+    begins = shipped["first"]
+    assert not shipped["state"][begins].any()
+    assert first_rollout(cells, "F")["state"][first_rollout(cells, "F")["first"]].any()
+    # what each tool finds
+    wrong = {}
+    kinds = "carried", "behind carried", "tail", "other"
+    for letter, errors in cells["errors"].items():
+        wrong[letter] = [kind for kind in kinds if (errors[kind] > 1e-4) != (kind in kinds[:2])]
+    assert wrong == dict.fromkeys("ABDEFH", []) | {"C": ["tail"], "G": ["carried"]}
+    expected = cells["reached"]("shipped")
+    for letter, counts in cells["counts"].items():
+        wrong[letter] = [place for place in expected if counts[place] != expected[place]]
+    assert wrong.pop("H") and cells["counts"]["H"]["end: idle"][1] > 0  # other environments
+    assert wrong == dict.fromkeys("BCDFG", []) | {"A": ["truncated: final"], "E": ["end: idle"]}
+    for letter in (*"ABCDEFGH", "shipped"):
+        _, advantage_S, pull_S = cells["count_steps"](letter)
+        assert (advantage_S == 1).all() == (letter not in "EH")
+        assert (pull_S == 0).all() == (letter not in "DEH")
+        used = np.flatnonzero(cells["used"](letter))
+        assert used.tolist() == [*(range(11) if letter == "B" else range(13, 24)), *range(24, 31)]
+        says = "memory is zero where an episode begins" if letter == "F" else "nothing"
+        assert cells["debug_says"](letter) == says
+    # the letters of the check are those that the tools find
+    assert "".join(sorted("".join(bug_hunt.FOUND_BY.values()))) == "ABCDEFGH"
+    assert sorted(bug_hunt.FAULTS.values()) == list(range(1, 9))
+    for number, letter in enumerate("ECFGAHBD", 1):
+        assert bug_hunt.FAULTS[letter] == number
+        assert f"Fault {number}" in bug_hunt.COPIES[letter].__doc__
+
+
+def test_bug_hunt_is_training():
+    """The correct loop of the bug hunt learns what the shipped functions learn, bit for bit."""
+    learned = []
+    for by_parts in (True, False):
+        torch.manual_seed(5)
+        options = ver_ppo.Options(num_envs=3, num_steps=8, num_minibatches=4, hidden_size=8)
+        workers = virtual_clock.VirtualWorkers(3, lambda e, step: (1.0, 1.7, 3.6)[e])
+        loop = bug_hunt.open_copy("shipped", workers, options)
+        for _ in range(3):
+            loop.collect()
+            if by_parts:
+                loop.advantages()
+                loop.learn()
+                continue
+            ver_ppo.add_advantages(loop.rollout, options)
+            loop.policy.train()
+            ver_ppo.ppo_update(loop.policy, loop.optimizer, loop.rollout, options)
+            ver_ppo.update_statistics(loop.policy, loop.rollout, 1.0, bug_hunt.alone)
+            loop.policy.eval()
+            loop.version += 1
+        learned.append(torch.cat([weight.flatten() for weight in loop.policy.parameters()]))
+    assert torch.equal(*learned)
 
 
 @pytest.mark.parametrize("task", ["Flee", "Explore"])
