@@ -1020,12 +1020,12 @@ def compute_advantages(segment_S, reward_S, value_S, done_S, bootstrap, gamma, g
 
 
 def importance_weights(env_S, num_envs):
-    """Truncated importance weights for the biased sampling of environments (VER section 4, table A1
-    "Max VER IS").
+    """Truncated importance weights for the biased sampling of environments (VER section 4, which
+    prints no formula; table A1 "Max VER IS").
 
     An environment that gave K_e of the S steps was sampled K_e / S of the time instead of 1 / N.
     Therefore each of its steps has the weight min(1, (S / N) / K_e). Slow environments are not
-    weighted up, so the mean weight is 1 at most. With many GPUs, a rollout may end with fewer than
+    weighted up, so the mean weight is at most 1. With many GPUs, a rollout may end with fewer than
     N steps. Then S counts as N: one step of an environment is never too many.
 
     >>> importance_weights(np.array([0, 0, 0, 0, 1, 2]), num_envs=3)
