@@ -61,9 +61,12 @@ def test_traces(sampler):
         older = collections.Counter()
         for e, lane in enumerate(trace["lanes"]):
             for step, (begin, sec, rollout, age) in enumerate(lane):
-                assert step == 0 or begin >= sum(lane[step - 1][:2]) - 1
+                assert step == 0 or begin >= sum(lane[step - 1][:2])
                 given[rollout, e] += 1
                 older[rollout, e] += age > 0
+                for number, (learns_at, _) in enumerate(trace["learner"]):
+                    if begin < learns_at < begin + sec and own != "async":
+                        assert rollout != number  # a hatched step goes to a later rollout
         for rollout in range(timeline.UPDATES):
             counts = [given[rollout, e] for e in range(int(num_envs))]
             assert sum(counts) == int(num_envs) * int(num_steps)

@@ -37,7 +37,8 @@ def trace(sampler, between, within, learning, envs, steps):
     Each environment has a list of steps, [begin, length, rollout, age]. Times are in units of
     UNIT_SEC. `rollout` is the rollout that contains the step (-1: none of the three). `age` is the
     number of updates between the step's action and that rollout. The trace also has the learning
-    phases and four numbers.
+    phases. Its four numbers are those of two whole cycles, from the beginning of the first update
+    to the beginning of the third.
     """
     seconds_NK = step_times(envs, between, within, num_steps=200)
     learned_from = {}  # (environment, step) -> (rollout, age)
@@ -52,19 +53,23 @@ def trace(sampler, between, within, learning, envs, steps):
 
     costs = {"inference_sec": INFERENCE_SEC, "learning_sec": learning}
     how = sampler, lambda e, k: seconds_NK[e, k], envs, steps, UPDATES
-    learned, ended_sec, spans, phases = run(*how, **costs, learn=note)
+    _, ended_sec, spans, phases = run(*how, **costs, learn=note)
+    from_sec = phases[0][0]
+    to_sec = phases[-1][0]
     lanes = [[] for _ in range(envs)]
     busy_sec = 0.0
     for e, begin_sec, sec in spans:
         if begin_sec < ended_sec:
             number, age = learned_from.get((e, len(lanes[e])), (-1, 0))
-            lanes[e].append([round(begin_sec / UNIT_SEC), round(sec / UNIT_SEC), number, age])
-            busy_sec += min(sec, ended_sec - begin_sec)
+            begin = round(begin_sec / UNIT_SEC)
+            end = round((begin_sec + sec) / UNIT_SEC)
+            lanes[e].append([begin, end - begin, number, age])
+            busy_sec += max(0.0, min(begin_sec + sec, to_sec) - max(begin_sec, from_sec))
     numbers = {
-        "steps_per_sec": learned / ended_sec,
-        "weighted_per_sec": sum(weights) / ended_sec,
-        "waiting": 1 - busy_sec / (envs * ended_sec),
-        "age": np.mean([age for _, age in learned_from.values()]),
+        "steps_per_sec": (UPDATES - 1) * envs * steps / (to_sec - from_sec),
+        "weighted_per_sec": sum(weights[1:]) / (to_sec - from_sec),
+        "waiting": 1 - busy_sec / (envs * (to_sec - from_sec)),
+        "age": np.mean([age for number, age in learned_from.values() if number]),
     }
     return {
         "lanes": lanes,

@@ -46,6 +46,7 @@ class VirtualWorkers:
         self.now = 0.0
         self.steps_N = [-1] * num_envs  # each environment's next step
         self.received = []
+        self.before_acting = lambda: None  # called when time has passed
         self.spans = []  # (environment, begin, seconds) of each step
         self.events = []  # heap of future answers: (when, environment)
         for e in range(num_envs):
@@ -67,6 +68,7 @@ class VirtualWorkers:
             answered.append(e)
             self.answer(e)
         self.received += answered
+        self.before_acting()
         return answered
 
     def answer(self, e):
@@ -181,7 +183,14 @@ def run(
     _, rollout, c = build(workers, num_envs, num_steps, IdlePolicy, sampler)
     phases = []
     learned_at = 0.0
-    for c.version in range(updates):
+
+    def publish():
+        """A policy acts from the end of its update on."""
+        c.version = sum(begin + sec <= workers.now + 1e-9 for begin, sec in phases)
+
+    workers.before_acting = publish
+    for _ in range(updates):
+        publish()
         c.collect(rollout)
         learn(rollout)
         if sampler == "async":  # collecting continues once the learner has taken the rollout
