@@ -499,8 +499,9 @@ def family_tree(axis, decisions):
             lane = {"color": COLORS[whose], "lw": 5, "solid_capstyle": "butt"}
             axis.plot([begin, end], [member, member], **lane)
             if whose != named:
-                beside = {"xytext": (1, 4), "textcoords": "offset points", "fontsize": 8}
-                axis.annotate(str(whose), (begin, member), **beside)
+                beside = {"xytext": (2, 5), "textcoords": "offset points", "fontsize": 8}
+                beside["bbox"] = {"facecolor": "white", "lw": 0, "pad": 0.3}  # above arrows
+                axis.annotate(str(whose), (begin, member), zorder=4, **beside)
             named = whose
     limits = (len(decisions) - 0.5, -0.5)
     axis.set(yticks=range(len(decisions)), ylim=limits, ylabel="member", xlabel="steps")

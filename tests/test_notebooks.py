@@ -301,7 +301,10 @@ def my_preemption(step_sec_2, most, learning_sec):
 
 
 FEWER_STEPS = {  # of training in these notebooks, where their checks do not ask for more
-    "10_train_pointnav": {"--total-timesteps 8192": "--total-timesteps 4096"},
+    "14_transfer": {
+        "--total-timesteps 25000": "--total-timesteps 4096",
+        "--total-timesteps 8192": "--total-timesteps 4096",
+    },
     "11_population": {"STEPS = 16_896": "STEPS = 9_216"},
     "12_chained_skills": {
         "Pick-v0 --total-timesteps 12000 {arm}": "Pick-v0 --total-timesteps 4096 {arm}",
@@ -331,6 +334,18 @@ OTHERS = {  # more answers, by notebook and exercise, and what the check must sa
         # so many that begin that the next one would be too old
         """def may_begin(accepted, running, version, B, eta):
     return max(0.0, B * version + (1 + eta) * B - (accepted + running))""": "right",
+    },
+    ("09_bug_hunt", "1"): {
+        "by_ratios = {'A': None, 'B': None}": "no answer yet",
+        "by_ratios = {'c': '2', 'G': 4, 'H': None}": "right",
+        "by_ratios = {'C': 2, 'G': 4, 'A': 3}": "not yet",
+        "by_ratios = 'C2, G4'": "not yet",
+    },
+    ("09_bug_hunt", "2"): {"by_million = by_ratios | {'A': 5, 'E': 1, 'H': 6}": "right"},
+    ("09_bug_hunt", "5"): {
+        "missed = {8, 7, 6, 5, 4, 2, 1}": "right",
+        "missed = range(1, 9)": "not yet",
+        "missed = 3": "not yet",
     },
     ("08_language_models", "3"): {"answer = 0.43": "right", "answer = 1 - 0.1**8": "not yet"},
     ("08_language_models", "4"): {"answer = [0.8, 1.5, 5]": "not yet"},
@@ -498,7 +513,122 @@ OTHERS = {  # more answers, by notebook and exercise, and what the check must sa
         "my_decision = lambda *_: 'continues'": "not yet",
         "my_decision = lambda *_: None": "no answer yet",
     },
+    ("10_train_pointnav", "1"): {
+        # changes its input; the goal from the shortest path, lengths from arrays
+        """def my_spl(walked, shortest, stopped):
+    def length(points):
+        total = 0.0
+        while len(points) > 1:
+            total += float(np.linalg.norm(np.array(points.pop()) - points[-1]))
+        return total
+    success = stopped and np.linalg.norm(np.array(walked[-1]) - shortest[-1]) <= 0.2
+    best = length(shortest)
+    return success * best / max(length(walked), best)""": "right",
+        # no matter whether it said stop; how near it came; whether it was near on its way
+        """def my_spl(walked, shortest, stopped):
+    p, l = (np.hypot(*np.diff(points, axis=0).T).sum() for points in (walked, shortest))
+    return l / max(p, l) * (np.hypot(*np.subtract(walked[-1], shortest[-1])) <= 0.2)""": "not yet",
+        """def my_spl(walked, shortest, stopped):
+    p, l = (np.hypot(*np.diff(points, axis=0).T).sum() for points in (walked, shortest))
+    return stopped * l / max(p, l)""": "not yet",
+        """def my_spl(walked, shortest, stopped):
+    p, l = (np.hypot(*np.diff(points, axis=0).T).sum() for points in (walked, shortest))
+    near = any(np.hypot(*np.subtract(point, shortest[-1])) <= 0.2 for point in walked)
+    return (stopped and near) * l / max(p, l)""": "not yet",
+        # the straight distance; steps of 0.25 m
+        """def my_spl(walked, shortest, stopped):
+    p = np.hypot(*np.diff(walked, axis=0).T).sum()
+    l = np.hypot(*np.subtract(shortest[0], shortest[-1]))
+    return stopped * (np.hypot(*np.subtract(walked[-1], shortest[-1])) <= 0.2) * l / max(p, l)""": (
+            "not yet"
+        ),
+        """def my_spl(walked, shortest, stopped):
+    p = 0.25 * (len(walked) - 1)
+    l = np.hypot(*np.diff(shortest, axis=0).T).sum()
+    return stopped * (np.hypot(*np.subtract(walked[-1], shortest[-1])) <= 0.2) * l / max(p, l)""": (
+            "not yet"
+        ),
+        # only whether it succeeded; two numbers
+        """def my_spl(walked, shortest, stopped):
+    return float(stopped and np.hypot(*np.subtract(walked[-1], shortest[-1])) <= 0.2)""": "not yet",
+        "my_spl = lambda walked, shortest, stopped: (1.0, 1.0)": "not yet",
+    },
+    ("12_chained_skills", "1"): {
+        # by the length so far
+        """def my_point_before(path, before_m):
+    points = np.array(path)
+    along_m = np.append(0, np.cumsum(np.hypot(*np.diff(points, axis=0).T)))
+    return [np.interp(along_m[-1] - before_m, along_m, column) for column in points.T]""": "right",
+        # pops from its argument
+        """def my_point_before(path, before_m):
+    point = path.pop()
+    while path:
+        step = path[-1] - point
+        length_m = np.linalg.norm(step)
+        if length_m >= before_m:
+            return tuple(point + step * before_m / length_m)
+        before_m -= length_m
+        point = path.pop()
+    return point""": "right",
+        # straight toward the robot; from the robot; stops at the last corner; no short path; no
+        # remainder
+        """def my_point_before(path, before_m):
+    robot, target = path[0], path[-1]
+    return target + (robot - target) * min(1, before_m / math.dist(robot, target))""": "not yet",
+        """def my_point_before(path, before_m):
+    step = path[1] - path[0]
+    return path[0] + step * min(1, before_m / np.linalg.norm(step))""": "not yet",
+        """def my_point_before(path, before_m):
+    corner, target = path[-2:]
+    return target + (corner - target) * min(1, before_m / math.dist(corner, target))""": "not yet",
+        """def my_point_before(path, before_m):
+    for near, far in zip(path[::-1], path[-2::-1]):
+        length_m = math.dist(near, far)
+        if before_m <= length_m:
+            return near + (far - near) * before_m / length_m
+        before_m -= length_m""": "not yet",
+        """def my_point_before(path, before_m):
+    for near, far in zip(path[::-1], path[-2::-1]):
+        length_m = math.dist(near, far)
+        if before_m <= length_m:
+            return near + (far - near) * before_m / length_m
+    return path[0]""": "not yet",
+    },
+    ("12_chained_skills", "2"): {  # in two digits; Navigate once; Pick and Place only
+        "answer = 0.93": "right",
+        "answer = 0.983 * 0.998 * 0.967": "not yet",
+        "answer = 0.998 * 0.967": "not yet",
+    },
     ("13_extras", "1"): {"answer = [8]": "right", "answer = 'eight'": "not yet"},
+    ("14_transfer", "1"): {
+        "answer = ['f', 'b c d e f', 'c-d-e-f']": "right",
+        "answer = 'F', 'ABCDEF', 'CDEF'": "not yet",  # nothing is frozen
+        "answer = 'F', 'BCDEF', 'BCDEF'": "not yet",  # resets the encoder of the goal, too
+        "answer = 'EF', 'BCDEF', 'CDEF'": "not yet",  # resets the actor, too
+        "answer = 'BCDEF'": "not yet",
+    },
+    ("14_transfer", "2"): {
+        # in PyTorch
+        """def biases_for(distance, bearing):
+    direction = torch.tensor([math.cos(bearing), math.sin(bearing)])
+    elu = torch.tensor([distance - 0.75])
+    return torch.cat([torch.where(elu > 0, elu, (elu + 1).log()), direction.atanh()])""": "right",
+        # without tanh; the goal itself; in degrees; right is left
+        """def biases_for(distance, bearing):
+    x = distance - 0.75 if distance > 0.75 else math.log(distance + 0.25)
+    return x, math.cos(bearing), math.sin(bearing)""": "not yet",
+        """def biases_for(distance, bearing):
+    return [distance, math.cos(bearing), math.sin(bearing)]""": "not yet",
+        """def biases_for(distance, bearing):
+    x = distance - 0.75 if distance > 0.75 else math.log(distance + 0.25)
+    bearing = math.degrees(bearing)
+    return x, math.atanh(math.cos(bearing)), math.atanh(math.sin(bearing))""": "not yet",
+        """def biases_for(distance, bearing):
+    x = distance - 0.75 if distance > 0.75 else math.log(distance + 0.25)
+    return x, math.atanh(math.cos(bearing)), math.atanh(-math.sin(bearing))""": "not yet",
+        # two numbers
+        "biases_for = lambda distance, bearing: (distance, bearing)": "not yet",
+    },
 }
 
 
@@ -701,7 +831,7 @@ def test_bug_hunt():
     loop passes all of them."""
     cells = {}
     for cell in nbformat.read(ROOT / "notebooks" / "09_bug_hunt.ipynb", as_version=4).cells[2:]:
-        trains = "train(" in cell.source or "curves" in cell.source
+        trains = "train_copy(" in cell.source or "curves" in cell.source
         if cell.cell_type == "code" and not trains:
             exec(cell.source.replace("draw.setup()", ""), cells)
     plt.close("all")

@@ -48,8 +48,8 @@ class TrainingLoop:
         self.scale = 1.0
 
     def collect(self, limit=None):
-        """Collect a rollout of S steps. With a limit, it ends after so many steps, as if this rank
-        were preempted. (The first rollout must have S steps.)"""
+        """Collect a rollout of S steps. With a limit, it ends after that number of steps, as if
+        this rank were preempted. (The first rollout must have S steps.)"""
         self.limit = limit or self.rollout.capacity
         self.collector.version = self.version
         self.collector.collect(self.rollout)
@@ -238,7 +238,7 @@ class F(TrainingLoop):
 
 
 class CollectorOfG(ver_ppo.Collector):
-    """Fault 4: a carried step gets a new log-probability, that of the policy that learns from it."""
+    """Fault 4: a carried step gets a new log-probability, by the policy that learns from it."""
 
     @torch.inference_mode()
     def collect(self, rollout):
@@ -288,14 +288,14 @@ def open_copy(letter, *arguments, **more):
 
 
 def cleaned(answer):
-    """An answer as a dictionary from letter to number, without what is still None."""
+    """An answer as a dictionary from letter to number, without the letters that are still None."""
     known = {str(letter).strip().upper(): number for letter, number in dict(answer).items()}
     return {letter: int(number) for letter, number in known.items() if number is not None}
 
 
 def fault_of_answer(answer, tool):
-    """What is wrong with the letters that a student convicts by a tool: nothing if all that this
-    tool finds are there, with their numbers. `None` if there is no answer yet."""
+    """Say why an answer is wrong, for `draw.check_cases`: "" if it has all letters that this tool
+    finds, with their numbers, and `None` if there is no answer yet."""
     if not answer:
         return None
     try:
@@ -306,7 +306,7 @@ def fault_of_answer(answer, tool):
         return None
     wrong = [letter for letter, number in found.items() if FAULTS.get(letter) != number]
     if wrong:
-        return f"{len(wrong)} of your {len(found)} letters have another fault"
+        return f"{len(wrong)} of the letters that you give ({len(found)}) have another fault"
     missing = [letter for letter in FOUND_BY[tool] if letter not in found]
     if missing:
         return f"right so far, but this tool finds {len(missing)} more"
@@ -328,7 +328,7 @@ def points(answers, missed, right):
 
 
 def fault_of_missed(missed, right):
-    """What is wrong with the faults that --debug misses, as a student lists them."""
+    """Say why a list of the faults that --debug misses is wrong, as in `fault_of_answer`."""
     if missed is None:
         return None
     try:
