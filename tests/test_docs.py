@@ -165,6 +165,7 @@ FOLDERS = {  # what the files of a folder may import of the project
         "notebooks.environments",
         "notebooks.extensions",
         "notebooks.draw",
+        "notebooks.solutions",
         "ver_ppo",
         "ver_multigpu",
     },
