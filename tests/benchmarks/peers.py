@@ -233,10 +233,8 @@ def make_puffer_env(buf=None, seed=0):
 def train_pufferlib(steps, folder, workers, batch_envs):
     """Train with PuffeRL, with its LSTM around the encoder. It collects from the workers that have
     answered."""
-    import pufferlib.models
     import pufferlib.pytorch
     import pufferlib.vector
-    from pufferlib.pufferl import PuffeRL
 
     class Inner(nn.Module):
         is_continuous = False
@@ -257,9 +255,22 @@ def train_pufferlib(steps, folder, workers, batch_envs):
     how = {"num_envs": NUM_ENVS, "num_workers": workers, "batch_size": batch_envs}
     how |= {"backend": "Multiprocessing", "overwork": True}
     vec_env = pufferlib.vector.make(make_puffer_env, **how)
-    inner = Inner(vec_env.driver_env)
+    try:
+        return puffer_marks(Inner(vec_env.driver_env), vec_env, steps, folder)
+    finally:
+        for process in vec_env.processes:  # otherwise they continue, and each keeps a core busy
+            process.kill()
+
+
+def puffer_marks(inner, vec_env, steps, folder):
+    """Train the network `inner`, with an LSTM around its encoder, and return the marks."""
+    import pufferlib.models
+    from pufferlib.pufferl import PuffeRL
+
     sizes = {"input_size": inner.encoder.out_features, "hidden_size": HIDDEN}
+    inner.encoder.to(memory_format=torch.contiguous_format)  # for the wrapper's initialization
     policy = pufferlib.models.LSTMWrapper(vec_env.driver_env, inner, **sizes)
+    inner.encoder.to(memory_format=torch.channels_last)  # as in ver_ppo.py
     config = {"device": "cpu", "seed": 1, "use_rnn": True, "compile": False, "cpu_offload": False}
     config |= {"batch_size": ROLLOUT_STEPS, "bptt_horizon": NUM_STEPS, "update_epochs": EPOCHS}
     config |= {"minibatch_size": ROLLOUT_STEPS // MINIBATCHES, "max_minibatch_size": ROLLOUT_STEPS}
@@ -277,8 +288,6 @@ def train_pufferlib(steps, folder, workers, batch_envs):
         trainer.train()
         marks.append((trainer.global_step, time.perf_counter()))
     trainer.utilization.stop()
-    for process in vec_env.processes:  # otherwise they continue, and each keeps a core busy
-        process.kill()
     return marks
 
 
