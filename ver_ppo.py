@@ -2656,7 +2656,7 @@ def load_checkpoint(path):
         kind = type(error).__name__
         raise UserError(f"{path} is not a checkpoint that can be read ({kind})") from None
     if number != CHECKPOINT_FORMAT:
-        advice = "go on with that version, or start anew"
+        advice = "continue with that version, or start a new run"
         raise UserError(f"{path} was written by another version (format {number}): {advice}")
     return content
 

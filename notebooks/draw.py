@@ -578,7 +578,7 @@ def chain_and_distance(found):
     middle_m = [np.mean(bin_m) for bin_m in found["far_m"]]
     band(axes[1], middle_m, found["far"], BLUE, "Pick with base")
     axes[1].axvspan(*STARTS_M, color=GREY, alpha=0.3, lw=0)
-    axes[1].set(xlabel="metres to the object (grey: in training)", ylabel="success of Pick")
+    axes[1].set(xlabel="meters to the object (grey: in training)", ylabel="success of Pick")
     axes[1].set(ylim=(0, 1.02), xlim=(0, None))
     return figure
 

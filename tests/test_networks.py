@@ -464,7 +464,7 @@ def test_delayed_environments_are_made_anew():
         wrappers.ActionDelay(envs.Count())
     unrecorded = gym.Wrapper(gym.make("tests.envs:Count-v0"))
     with pytest.raises(
-        ValueError, match="cannot make the environment anew: .*RecordConstructorArgs"
+        ValueError, match="cannot make the environment again: .*RecordConstructorArgs"
     ):
         wrappers.ActionDelay(unrecorded)
     assert threading.active_count() == before

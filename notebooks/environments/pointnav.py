@@ -26,7 +26,7 @@ CAMERA_HEIGHT_M = 1.25
 CEILING_M = 2.5
 DEPTH_RANGE_M = 10.0
 NUM_PLANS = {"train": 256, "val": 64}  # a data set of floor plans, as Habitat has one of scenes
-GROW = np.array([-1.0, -1.0, 1.0, 1.0])  # boxes + m * GROW: by m metres on every side
+GROW = np.array([-1.0, -1.0, 1.0, 1.0])  # boxes + m * GROW: by m meters on every side
 
 
 def ray_boxes(origin_2, direction_R2, boxes_K4):
@@ -56,7 +56,7 @@ def ray_boxes(origin_2, direction_R2, boxes_K4):
 
 
 def sight(point_2, targets_P2, boxes_K4):
-    """Distance in metres from a point to every target in straight line of sight, infinite to the
+    """Distance in meters from a point to every target in straight line of sight, infinite to the
     others."""
     offset_P2 = targets_P2 - point_2
     reach_P, _ = ray_boxes(point_2, offset_P2, boxes_K4)
@@ -131,7 +131,7 @@ class FloorPlan:
         self.palette_K3 = rng.uniform(90, 255, (len(boxes), 3))
 
     def is_free(self, points_P2, margin=0.0):
-        """Which points the agent's centre may stand on."""
+        """Which points the agent's center may stand on."""
         return ~overlaps(np.tile(points_P2, 2)[:, None], self.blocked_K4 + margin * GROW).any(
             axis=1
         )
@@ -237,9 +237,9 @@ class PointNav(gym.Env):
         elif action >= 2:
             self.heading += TURN_RAD if action == 2 else -TURN_RAD
 
-    def move(self, metres=FORWARD_M):
+    def move(self, meters=FORWARD_M):
         """Move one step forward. At an obstacle, the rest of the step slides along its side."""
-        way_2 = metres * np.array([math.cos(self.heading), math.sin(self.heading)])
+        way_2 = meters * np.array([math.cos(self.heading), math.sin(self.heading)])
         for _ in range(2):
             (reach,), (box,) = ray_boxes(self.position, way_2[None], self.plan.blocked_K4)
             share = min(1.0, max(0.0, reach - 1e-3))

@@ -224,7 +224,7 @@ def minutes(args):
 TRANSFER_TASKS = {"Flee": "m from the start", "Explore": "m² seen"}
 VARIANTS = {  # how each uses the checkpoint
     "from scratch": "",
-    "frozen encoder, policy anew": "--extensions 'transfer(file={}, freeze=True, reset=policy)'",
+    "frozen encoder, new policy": "--extensions 'transfer(file={}, freeze=True, reset=policy)'",
     "frozen encoder, policy fine-tuned": (
         "--extensions 'transfer(file={}, freeze=True, reset=critic)'"
     ),
