@@ -600,6 +600,10 @@ OTHERS = {  # more answers, by notebook and exercise, and what the check must sa
         "answer = 0.998 * 0.967": "not yet",
     },
     ("13_extras", "1"): {"answer = [8]": "right", "answer = 'eight'": "not yet"},
+    ("13_extras", "2"): {  # rounded; without λ
+        "answer = -np.round(placeholder_reward, 3) * np.array([0.884, 0.940, 1])": "right",
+        "answer = [-placeholder_reward * 0.99**k for k in (2, 1, 0)]": "not yet",
+    },
     ("14_transfer", "1"): {
         "answer = ['f', 'b c d e f', 'c-d-e-f']": "right",
         "answer = 'F', 'ABCDEF', 'CDEF'": "not yet",  # nothing is frozen

@@ -21,7 +21,8 @@ measured:
 All trainers have the same environment (PointNavSteady of simulators.py), 16 environments, learning
 from 2048 steps in two epochs of two mini-batches, Adam, the same encoders of the observation, an
 LSTM of 128, and a CPU. The learning rate is close to 0, so that all play the uniform policy until
-the end. Each peer has the fastest of several sampling options on two cores. The differences:
+the end. Each peer except PufferLib has the fastest of several sampling options on
+two cores. The differences:
 
 - ver_ppo.py also reads the previous action: its LSTM's input has 224 numbers instead of 192.
 - Sample Factory, and ver_ppo.py with `overlap`, learn while they collect, from experience of older
