@@ -21,8 +21,8 @@ measured:
 All trainers have the same environment (PointNavSteady of simulators.py), 16 environments, learning
 from 2048 steps in two epochs of two mini-batches, Adam, the same encoders of the observation, an
 LSTM of 128, and a CPU. The learning rate is close to 0, so that all play the uniform policy until
-the end. Each peer except PufferLib has the fastest of several sampling options on
-two cores. The differences:
+the end. Each peer except PufferLib has the fastest of several sampling options on two cores. The
+differences:
 
 - ver_ppo.py also reads the previous action: its LSTM's input has 224 numbers instead of 192.
 - Sample Factory, and ver_ppo.py with `overlap`, learn while they collect, from experience of older
@@ -32,7 +32,8 @@ two cores. The differences:
   empty memory.
 
 Each run is a process of its own, one at a time, and the trainers alternate. The rate counts from
-the end of the third rollout to the end of the last one. """
+the end of the third rollout to the end of the last one.
+"""
 
 import functools
 import importlib
