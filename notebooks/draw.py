@@ -371,7 +371,8 @@ def curves(result, tag):
 
 def trainer_bars(sps):
     """Draw the steps per second of trainers, as median and range. `sps`: (trainer, variant) ->
-    list. """
+    list.
+    """
     figure, axis = plt.subplots(figsize=(9, 0.5 * len(sps) + 0.8), layout="constrained")
     names = []
     for row, ((trainer, variant), rates) in enumerate(sps.items()):

@@ -6,7 +6,8 @@
 CONFIG is one of habitat-lab's configurations, such as
 `benchmark/nav/objectnav/objectnav_mp3d.yaml`, or the path of a YAML file. Keys with a dot override
 its values. Without CONFIG, the task is the PointNav of habitat-lab's own tests. Importing this file
-registers `Habitat-v0`. """
+registers `Habitat-v0`.
+"""
 
 import contextlib
 import functools

@@ -70,7 +70,8 @@ def overlaps(box, boxes_K4):
 
 def wall_pieces(rng, start, end):
     """The pieces of a wall from `start` to `end` beside its doorway. One wall in five has no
-    doorway. """
+    doorway.
+    """
     if rng.random() < 0.2:
         return [(start, end)]
     width = rng.uniform(0.8, 1.3)

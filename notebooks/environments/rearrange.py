@@ -5,7 +5,8 @@ and puts it down.
 
 Pick-v0 begins within the arm's reach of the object, and Place-v0 within reach of the place where
 the object belongs. In PickArm-v0 and PlaceArm-v0 the base cannot move (VER sections 4 and 6). The
-arguments are camera and image_size, as for PointNav. Importing this file registers all four. """
+arguments are camera and image_size, as for PointNav. Importing this file registers all four.
+"""
 
 import math
 

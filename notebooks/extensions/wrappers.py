@@ -54,7 +54,8 @@ class ActionDelay(gym.Wrapper, RecordConstructorArgs):
 
     An OpenGL context belongs to the thread that made it. So the environment is closed and made
     again from its spec, in a thread that does all further work with it. Raises ValueError if that
-    fails: put wrappers that do not record their arguments outside of this one. """
+    fails: put wrappers that do not record their arguments outside of this one.
+    """
 
     def __init__(self, env):
         RecordConstructorArgs.__init__(self)

@@ -35,7 +35,8 @@ least (environment + policy + learning on one thread) / cores.
 `habitat` needs habitat-baselines in this Python. FOLDER has datasets/pointnav/SCENE/v1 and
 scene_datasets. There are 4 environments, 128 x 128 depth, T = 32 and a hidden size of 512. The
 agents have no stop action, so every episode takes 100 steps. Untrained agents would stop after two
-to four steps, and a reset takes as long as four steps. """
+to four steps, and a reset takes as long as four steps.
+"""
 
 import functools
 import itertools
