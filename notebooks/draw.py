@@ -226,8 +226,9 @@ def compare_samplers(
     for axis, sampler in zip(axes, samplers):
         arguments = sampler, lambda e, k: seconds_NK[e, k], num_envs, num_steps, updates
         learned, sec, steps, phases = virtual_clock.run(*arguments, **costs)
-        title = f"{sampler}: {learned} steps in {sec:.0f} seconds, {learned / sec:.1f} a second"
-        title = title if numbers else sampler
+        title = sampler
+        if numbers:
+            title += f": {learned} steps in {sec:.0f} seconds, {learned / sec:.1f} a second"
         begun = [step for step in steps if step[1] < sec]
         colors = timeline(axis, num_envs, begun, phases, title, marks_in_flight=sampler != "async")
         axis.axvline(sec, color="black", lw=1)
@@ -439,9 +440,9 @@ def minutes_curves(runs, panels=MINUTES):
     """Draw success and SPL over minutes, and success over steps, as in figures 4 and 5 of the VER
     paper: mean and range of the seeds. `runs`: sampler -> results of learn.py for each seed."""
     axis_of = {"seconds": (60, "minutes"), "steps": (1000, "thousand steps")}
-    size = {"figsize": (3 * len(panels) + (len(panels) == 1), 2.7), "squeeze": False}
-    figure, axes = plt.subplots(1, len(panels), **size, sharey=True, layout="constrained")
-    for axis, (over, metric) in zip(axes[0], panels):
+    size = {"figsize": (max(4, 3 * len(panels)), 2.7), "squeeze": False}
+    figure, ((*axes,),) = plt.subplots(1, len(panels), **size, sharey=True, layout="constrained")
+    for axis, (over, metric) in zip(axes, panels):
         unit, words = axis_of[over]
         for line, (sampler, found) in zip(LINES, runs.items()):
             first = max(run[over][0] for run in found)
@@ -451,7 +452,7 @@ def minutes_curves(runs, panels=MINUTES):
             color = SAMPLERS[sampler.partition("+")[0]]
             band(axis, x_X / unit, values_KX, color, sampler, line)
         axis.set(xlabel=words, ylabel=in_words(metric), xlim=(0, None), ylim=(0, 1))
-    axes[0, -1].legend(frameon=False, loc="lower right")
+    axes[-1].legend(frameon=False, loc="lower right")
     return figure
 
 

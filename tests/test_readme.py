@@ -16,8 +16,10 @@ import ver_ppo
 from notebooks.extensions import population
 from tests.helpers import ROOT
 
-NAMES = "MANUAL", "DOORS", "MEASURED", "README", "QUESTIONS", "COURSE", "FROM_HABITAT", "DETAILS"
-NAMES += ("GLOSSARY",)
+NAMES = (
+    *("MANUAL", "DOORS", "MEASURED"),  # the manual's three pages
+    *("README", "QUESTIONS", "COURSE", "FROM_HABITAT", "DETAILS", "GLOSSARY"),
+)
 OF_NOTEBOOKS = [f"notebooks/{name}.md" for name in NAMES]
 PAGES = {path: (ROOT / path).read_text() for path in ("README.md", *OF_NOTEBOOKS)}
 README = PAGES["README.md"]

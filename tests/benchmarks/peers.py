@@ -305,8 +305,11 @@ def variant_of(trainer, simulator):
 
 def measure_here(trainer, simulator, steps):
     """Train in this folder, and print the result as one line of JSON."""
-    trainers = {"sample_factory": train_sample_factory, "sb3": train_sb3}
-    trainers["pufferlib"] = train_pufferlib
+    trainers = {
+        "sample_factory": train_sample_factory,
+        "sb3": train_sb3,
+        "pufferlib": train_pufferlib,
+    }
     _, settings = variant_of(trainer, simulator)
     marks = trainers.get(trainer, train_habitat)(steps, os.getcwd(), **settings)
     first_step, began_at = marks[WARM_UP_ROLLOUTS - 1]
