@@ -3,15 +3,16 @@ preemption of VER.
 
 Every rank is a whole ver_ppo.py: it collects with its own N environments and learns on its own GPU.
 To learn, ranks average their gradients, so that they have the same weights after every mini-batch.
-Such an update waits for the slowest rank. So the rollout of all ranks ends when waiting longer
-would cost more than it brings. A rank that has fewer than S steps by then fills up with its newest
-earlier steps.
+Such an update waits for the slowest rank. So the rollouts of all ranks end when waiting longer
+would cost more than it brings: when all ranks together have S* complete steps. A rank that has
+fewer than its S = T x N steps by then is *preempted*. It fills up with its newest earlier steps.
 
     torchrun --nproc-per-node 8 ver_multigpu.py --env-id pointnav     eight ranks, one GPU each
     torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \\
         ver_multigpu.py ...                                           on each of four nodes
 
-One update of R ranks. `[...]` marks what all ranks do together, and equally often:
+One update of R ranks. `[...]` marks collective operations: all ranks must call them in the same
+order, and equally often:
 
     rank 0   collect ======| wait      [agree] fill up, learn [average] ... [gather]  decide
     rank 1   collect ==========| wait  [agree] fill up, learn [average] ... [gather]  decide
@@ -19,9 +20,10 @@ One update of R ranks. `[...]` marks what all ranks do together, and equally oft
                                      ^ S* steps of all ranks together are complete: a rank that is
                                        not done is preempted
 
-Every rank counts its steps in a key-value store and looks at it at short intervals. All compute
-the next rollout's S* from the same numbers, so no rank has to be told. Shapes as in ver_ppo.py;
-R ranks, G groups of environments.
+All ranks add their steps to one counter in a key-value store, and read it at short intervals. (With
+--preemption threshold, the counter holds the number of ranks that are done.) All ranks compute the
+next rollout's S* from the same numbers, so no rank has to be told. Shapes as in ver_ppo.py; R
+ranks, G groups (ranks or single environments, see `optimal_preemption`).
 """
 
 import contextlib
@@ -56,12 +58,13 @@ class Options(ver_ppo.Options):
     Start with torchrun. --num-envs and all sizes of a rollout are those of one rank,
     --total-timesteps counts the steps of all ranks."""
 
-    # when the rollout of all ranks ends. optimal: when that gives the most steps per second,
-    # learning included (VER); threshold: when --sync-frac of the ranks are done and the others
-    # have a quarter (DD-PPO); none: when all are done
+    # when the rollouts of all ranks end. optimal: when that gives the most steps per second,
+    # learning included (VER); threshold: when --sync-frac of the ranks are done and each of the
+    # others has at least a quarter of its steps (DD-PPO); none: when all ranks are done
     preemption: Literal["optimal", "threshold", "none"] = "optimal"
-    sync_frac: float = 0.6  # of --preemption threshold
-    # seconds to wait for other ranks; longer than any rollout takes, --env-timeout included
+    sync_frac: float = 0.6  # share of the ranks that must be done (only --preemption threshold)
+    # give up after waiting this many seconds for another rank; choose more than the longest rollout
+    # can take, plus --env-timeout
     rank_timeout: float = 1800.0
 
     def __post_init__(self):
@@ -75,8 +78,8 @@ class Options(ver_ppo.Options):
 
 
 def local_gpu():
-    """Number of this rank's GPU, among those that it can see: all GPUs of the machine, or its own
-    alone (an option of srun)."""
+    """Number of this rank's GPU. A rank usually sees all GPUs of its machine. With some options of
+    srun it sees only its own; then the number is 0."""
     return int(os.environ.get("LOCAL_RANK", "0")) % max(1, torch.cuda.device_count())
 
 
@@ -91,9 +94,9 @@ class Ranks:
     """The processes that torchrun started, and their collective operations. Without torchrun, there
     is this process alone.
 
-    All must come to the same collectives in the same order. One that fails (a rank has died), or
-    waits longer than --rank-timeout, raises RankFailure. Objects travel by gloo, tensors on GPUs by
-    NCCL.
+    All ranks must call the same collectives in the same order. A collective that fails (a rank has
+    died), or waits longer than --rank-timeout, raises RankFailure. Objects travel by gloo, tensors
+    on GPUs by NCCL.
     """
 
     def __init__(self, timeout_sec):
@@ -105,8 +108,8 @@ class Ranks:
         launchers = "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"
         copies = max(int(os.environ.get(name, "1")) for name in launchers)
         if copies > 1 and "WORLD_SIZE" not in os.environ:
-            advice = "let them start torchrun, once on each machine"
-            raise UserError(f"srun or mpirun has started {copies} equal runs: {advice}")
+            advice = "use it to start torchrun instead, once on each machine"
+            raise UserError(f"srun or mpirun has started {copies} copies of one run: {advice}")
         self.rank = int(os.environ.get("RANK", "0"))
         self.size = int(os.environ.get("WORLD_SIZE", "1"))
         if not self.rank < self.size:
@@ -115,7 +118,7 @@ class Ranks:
         self.timeout_sec = timeout_sec
         self.store = self.call(open_store, timeout_sec)
         self.start = self.call(agree_on_start, self.store, self.rank, self.size, timeout_sec)
-        # or an error of NCCL would end the process without a word
+        # without this, an error of NCCL would end the process without a message
         os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
         self.call(
             dist.init_process_group,
@@ -137,9 +140,9 @@ class Ranks:
             raise RankFailure(message) from None
 
     def average(self, tensors):
-        """Average these tensors over all ranks, in place, in one message (DD-PPO section 3): all
-        ranks weigh the same. On CPUs as fast as DistributedDataParallel, which hides the message
-        behind the backward pass."""
+        """Average these tensors over all ranks, in place, in one message (DD-PPO section 3). All
+        ranks weigh the same. On CPUs this is as fast as DistributedDataParallel, although that one
+        sends gradients already during the backward pass."""
         flat = torch.cat([tensor.flatten() for tensor in tensors])
         self.call(dist.all_reduce, flat)
         parts = (flat / self.size).split([tensor.numel() for tensor in tensors])
@@ -157,7 +160,8 @@ class Ranks:
         return things
 
     def agree(self, failure):
-        """If one rank has a failure, all raise it: of several, the one of the lowest rank."""
+        """If any rank has a failure, all ranks raise it. If several have one, all raise that of the
+        lowest rank."""
         for known in self.gather(failure):
             if known:
                 raise known
@@ -177,7 +181,7 @@ class Ranks:
             self.call(self.store.delete_key, self.counter(version))
 
     def close(self):
-        """Part from the others, once."""
+        """Leave the process group. A second call does nothing."""
         if not dist.is_initialized():
             return
         dist.destroy_process_group()
@@ -195,7 +199,7 @@ def open_store(timeout_sec):
     return connect(os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], is_master, timeout_sec)
 
 
-@functools.cache  # who trains twice in a process, as members of a population do, connects once
+@functools.cache  # a process that trains several times (notebooks/extensions) connects once
 def connect(host, port, is_master, timeout_sec):
     """A connection to the store at this address; with `is_master`, the store itself."""
     timeout = timedelta(seconds=timeout_sec)
@@ -226,9 +230,9 @@ def agree_on_start(store, rank, size, timeout_sec):
 
 
 def optimal_preemption(step_sec_RN, num_steps, variable, learning_sec):
-    """When to end the rollout of all ranks: S* is the number S of steps with the largest
-    S / (Time(S) + LT) (VER section 2.3, equation 1). Time(S) is when S steps are complete, and LT
-    is `learning_sec`. Returns S* and Time(S*).
+    """When to end the rollouts of all ranks (VER section 2.3, equation 1). As in the paper, S here
+    is a number of steps of all ranks together, Time(S) the time until they are complete, and LT is
+    `learning_sec`. S* is the S with the largest S / (Time(S) + LT). Returns S* and Time(S*).
 
     `step_sec_RN`: every environment's mean seconds per step, inference included. A *group* is a
     rank with `variable` rollouts, which gives T x N steps; otherwise it is an environment, which
@@ -259,8 +263,11 @@ def optimal_preemption(step_sec_RN, num_steps, variable, learning_sec):
 
 
 def threshold_preemption(num_ranks, sync_frac):
-    """How many ranks must be done before the others are preempted (DD-PPO section 3): 5 of 8 by
-    0.6."""
+    """How many ranks must be done before the others are preempted (DD-PPO section 3).
+
+    >>> threshold_preemption(8, sync_frac=0.6)
+    5
+    """
     return math.ceil(num_ranks * sync_frac - 1e-9)
 
 
@@ -270,9 +277,10 @@ def step_seconds(rollout, quota, known_N):
 
     With `ver`, hardly any environment reaches its quota. A step that was carried in counts as one,
     although it began earlier, and a step in flight at the end counts as none, although it took
-    time. That evens out over many steps. For few steps, there are two lower bounds. First, a step
-    takes at least as long as its simulator did. Second, in `mean_seconds`: an environment that gave
-    no step needs at least as long for a step as before (`known_N`), and as long as the rollout.
+    time. That evens out over many steps. With few steps, the result can be too small, so it is
+    raised to two lower bounds. First, an environment's time is at least the sum of its simulator's
+    own step times. Second, if an environment gave no step, its seconds per step are at least the
+    last known value (`known_N`), and at least the length of this rollout (`mean_seconds`).
     """
     steps = rollout.complete
     given_N = np.bincount(steps["env"], minlength=rollout.num_envs)
@@ -296,9 +304,9 @@ def fill_up(learned, rollout):
     preempted or not, so that there are S again (VER section 2.3).
 
     The older steps keep their advantages, returns and weights. All older steps of an environment
-    are one segment, since no step is missing between its rollouts. Its new steps are another, so
-    that they begin with their own stored state. Here segments only tell sequences apart: no
-    bootstrap value is read any more.
+    are one segment, since no step is missing between its rollouts. Its new steps are a second
+    segment, so that they begin with their own stored state. The advantages are computed already, so
+    segments are now used only to find sequences.
     """
     stale = learned.capacity - rollout.rows
     learned.copy(np.arange(stale), learned, np.arange(rollout.rows, learned.capacity))
@@ -317,8 +325,8 @@ SEED_OF_RANK = 4
 
 class RankRun(ver_ppo.Run):
     """The run of all ranks: rank 0 writes the folder. All ranks add to one counter: of complete
-    steps (optimal), or of ranks that are done (threshold). `enough` looks at it: when it reaches
-    `limit`, a rollout ends as it is."""
+    steps (optimal), or of ranks that are done (threshold). `enough` reads the counter. When it has
+    reached `limit`, all rollouts end, full or not."""
 
     # the ranks raise these at the same place; OSError is not among them, because rank 0 alone may
     # raise it, when it writes TensorBoard's curves
@@ -329,17 +337,17 @@ class RankRun(ver_ppo.Run):
         self.learned = None  # with preemption: the S steps that were learned from last, in order
         self.step_sec_N = np.zeros(options.num_envs)  # of this rank's environments, last known
         quarter = max(1, options.rollout_steps // 4)
-        # of a preempted rollout; 0 steps would have no average
+        # a rollout with fewer steps is not preempted: of 0 steps there would be no mean
         self.min_steps = quarter if options.preemption == "threshold" else 1
-        # in the first rollout, look at the counter as often as after one of half a second
+        # nobody knows how long the first rollout takes: look at the counter as if it were 0.5 s
         self.begin_rollout(limit=NO_LIMIT, predicted_sec=0.0, last_rollout_sec=0.5)
         try:
             self.begin_together(options)  # calls Run.__init__
         except BaseException:
             self.close()
             raise
-        # Ranks have equal weights now, but differ in all that is random: `train` seeds environments
-        # and actions with this
+        # All ranks have the same weights now. From here on, each needs a seed of its own, for its
+        # environments and the sampling of actions
         if self.ranks.rank:
             seed = ver_ppo.derive_seed(SEED_OF_RANK, options.seed, self.ranks.rank)
             self.options = replace(self.options, seed=seed)
@@ -350,6 +358,7 @@ class RankRun(ver_ppo.Run):
         failure = None
         try:
             check_gpus(self.ranks, options)  # the ranks agree in there: all raise the same
+            # does the shipped collector collect? only it asks `enough`
             usual = type(self).rollouts is ver_ppo.Run.rollouts
             usual = usual and self.collector_class is Collector
             if options.preemption != "none" and not usual:
@@ -375,8 +384,8 @@ class RankRun(ver_ppo.Run):
         self.ranks.close()
 
     def begin_rollout(self, limit, predicted_sec, last_rollout_sec):
-        """Count from 0. A rank looks at the counter after each hundredth of the time of the last
-        rollout, so it notices the end at most that late."""
+        """Start to count from 0. A rank reads the counter about 100 times in a rollout, so it
+        notices the end at most a hundredth of a rollout too late."""
         self.limit = limit
         self.predicted_sec = predicted_sec
         self.latest = math.inf  # when the rollout ends at the latest (time.monotonic)
@@ -409,9 +418,9 @@ class RankRun(ver_ppo.Run):
         return stopped or self.preempted or self.other_stopped
 
     def count(self, rows, done=False):
-        """Add to the counter of all ranks: with `optimal` preemption the steps since the last time,
-        otherwise 1 when this rank is done, and before that 0, which only reads it. With `none`
-        there is no limit, and the counter only says that a rank has stopped."""
+        """Add to the counter of all ranks, and read it. With `optimal`, add the steps since the
+        last time. Otherwise add 1 when this rank is done, and until then 0. With `none` there is no
+        limit, and the counter only says that a rank has stopped."""
         if self.options.preemption == "optimal":
             news = rows - self.counted
             self.counted = rows
@@ -482,9 +491,9 @@ class RankRun(ver_ppo.Run):
         options = self.options
         if options.preemption == "threshold":
             return threshold_preemption(self.ranks.size, options.sync_frac), 0.0
-        # The first rollout has no limit. Its times include the start of the environments, so they
-        # predict nothing, and the second has none either. (After the first, `step` is still
-        # `first_step`: `Run.log` counts after `combine`.)
+        # The first rollout has no limit. Its times include the start of the environments and cannot
+        # be used to predict, so the second rollout has no limit either. (After the first, `step` is
+        # still `first_step`: `Run.log` counts after `combine`.)
         if options.preemption == "optimal" and self.step > self.first_step:
             variable = options.sampler == "ver"
             return optimal_preemption(step_sec_RN, options.num_steps, variable, learning_sec)
@@ -505,15 +514,15 @@ class RankRun(ver_ppo.Run):
             self.signal = signals[0]
 
     def evaluate(self):
-        """The ranks part, and rank 0 evaluates."""
+        """All ranks leave the process group. Then rank 0 evaluates alone."""
         self.ranks.close()
         if self.ranks.rank == 0:
             super().evaluate()
 
 
 def reduce_logs(logs_R):
-    """The logs of all ranks as one: the least of a minimum, the largest of a maximum, and of all
-    others the mean."""
+    """The logs of all ranks as one. Of names that end in _min, the smallest value; of names that
+    end in _max, the largest; of all others, the mean."""
     reduce = {"_min": min, "_max": max}
     logs = {}
     for name in logs_R[0]:
@@ -565,8 +574,7 @@ def interrupted_run():
 
 
 def main(argv=None, kind=Options, launch=launch):
-    """Command line, as ver_ppo.main. What all ranks of a machine would print, the first of them
-    prints."""
+    """Command line, as ver_ppo.main. Only the first rank of each machine prints."""
     argv = sys.argv[1:] if argv is None else argv
     local_rank = int(os.environ.get("LOCAL_RANK", "0")) if "RANK" in os.environ else 0
     if torch.cuda.is_available():

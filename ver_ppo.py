@@ -37,21 +37,26 @@ whether the episode ended, next observation. That completes the step, which move
 row of the rollout. The environment gets its next action at once, unless this rollout wants no more
 of its steps. Then it is *idle* until the next rollout. The *version* of a policy is the number of
 updates before it. A *segment* is everything that one environment gave to a rollout, in time order.
-Cut where episodes begin, segments become *sequences*.
+A segment is cut where an episode begins, and the pieces are *sequences*.
 
-Names end in their shape, or in its first dimensions: action_BA is B x A, log_prob_B has B numbers.
-The letters are: N environments, S steps of a rollout, Q sequences, M steps of a mini-batch, B any
-batch (env_B: the numbers of B environments), H hidden units, L layers, F features, A dimensions of
-an action.
+The last letters of a name are the dimensions: action_BA is B x A, log_prob_B has B numbers. If
+there are more dimensions, only the first ones are named: state_B is B x rows x H. The main letters
+are N environments, S steps of a rollout, Q sequences, M steps of a mini-batch and B any batch
+(env_B: the numbers of B environments). Also H hidden units, L layers, F features, C channels, and
+A dimensions of an action.
 
-Errors: UserError is a mistake of the user, EnvironmentFailure one of an environment, and BadAnswer
-says that an environment has answered what is not allowed, such as NaN.
+Errors: UserError means that the user made a mistake. EnvironmentFailure means that an environment
+raised, hung or died. BadAnswer is a kind of EnvironmentFailure: an environment returned something
+that is not allowed, such as NaN.
 
 The file down to "End of the lesson" is VER: options, the training loop, and its parts in the order
 in which a step needs them. Each section after that adds something that a real run needs, can be
 read alone, and begins with a list of the functions that the lesson calls. Simulators, other
 networks, and other ways to collect are loaded by name, from notebooks/ or from files of your own.
-Papers: VER; DD-PPO (Wijmans et al. 2020); Sample Factory (Petrenko et al. 2020).
+
+Papers: VER; DD-PPO (Wijmans et al. 2020); Sample Factory (Petrenko et al. 2020); The 37
+implementation details of PPO (Huang et al. 2022); Time limits in RL (Pardo et al. 2018);
+Implementation matters in deep RL (Engstrom et al. 2020).
 """
 
 import ast
@@ -106,10 +111,11 @@ from tqdm import tqdm
 class Options:
     """Train a recurrent policy with Variable Experience Rollout (VER) and PPO."""
 
-    # `pointnav`, `habitat`, or any Gymnasium id: `CartPole-v1`, `package.module:Id-v0`
+    # `pointnav` (the built-in navigation task), `habitat` (the simulator), or any Gymnasium id:
+    # `CartPole-v1`, `package.module:Id-v0`
     env_id: str = "pointnav"
     total_timesteps: int = 2_000_000  # environment steps to train for
-    seed: int = 1  # of the network, the action sampling, the shuffling and the environments
+    seed: int = 1  # random seed of the network, action sampling, shuffling and the environments
 
     num_envs: int = 32  # N, environments that run in parallel
     num_steps: int = 128  # T: a rollout is T x N steps, T from each environment on average
@@ -140,12 +146,15 @@ class Options:
     # --------------------------------------------------------------------- beyond the lesson
     env_kwargs: tuple[str, ...] = ()  # KEY=VALUE ...: the environment's own keyword arguments
     # around each environment, the innermost first: "MODULE:NAME(KEY=VALUE, ...)" ..., or
-    # action_delay, latency(mean_ms=20), resize(height=84, width=84), hide(indices=(1,3))
+    # action_delay (actions come a step late), latency(mean_ms=20) (steps sleep),
+    # resize(height=84, width=84) (smaller images), hide(indices=(1,3)) (drops numbers)
     wrappers: tuple[str, ...] = ()
-    # another network: "MODULE:CLASS(KEY=VALUE, ...)", or resnet18, resnet50, controller(file=...)
+    # another network: "MODULE:CLASS(KEY=VALUE, ...)", or resnet18, resnet50 (of the papers),
+    # controller(file=...) (a planner that steers a trained agent)
     policy: str = "ver_ppo:Policy"
-    # around the training, the innermost first: "MODULE:CLASS(KEY=VALUE, ...)" ..., or overlap,
-    # async, keep, transfer(file=...), trace(file=...)
+    # around the training, the innermost first: "MODULE:CLASS(KEY=VALUE, ...)" ..., or overlap
+    # (collects while it learns), async (environments never stop), keep (keeps all checkpoints),
+    # transfer(file=...) (starts from another run's weights), trace(file=...) (writes a timeline)
     extensions: tuple[str, ...] = ()
 
     device: str = "auto"  # `cpu`, `cuda`, `cuda:1`, ...; auto: CUDA where there is a GPU
@@ -157,16 +166,16 @@ class Options:
 
     eval_episodes: int = 200  # episodes of the evaluation (0: none)
     greedy: bool = False  # evaluate with the most probable action instead of a sampled one
-    checkpoint: str | None = None  # checkpoint file to evaluate, instead of training
+    checkpoint: str | None = None  # run folder or checkpoint file to evaluate, instead of training
 
     runs_dir: str = "runs"  # where run folders are made
     exp_name: str = "ver"  # in the folder's name: {runs-dir}/{env-id}__{exp-name}__{seed}__{time}
     checkpoint_interval: int = 200_000  # steps between checkpoints (the last is always written)
-    # run folder to continue, with its options, except those given here; if it has no checkpoint yet
-    # and --env-id is given, a run begins there
+    # run folder to continue. Its saved options hold, except those that you give here. If it has no
+    # checkpoint yet, give --env-id, too: then a new run begins in it
     resume: str | None = None
     env_timeout: float = 300.0  # seconds a step may take; then its worker is restarted
-    max_worker_restarts: int = 10  # per hour, after environments that raised, hung or died
+    max_worker_restarts: int = 10  # training stops after more restarts than this within an hour
     debug: bool = False  # check every invariant of every rollout
 
     def __post_init__(self):
@@ -192,7 +201,7 @@ def train(run):
     The only training loop there is. `run` has the policy, its optimizer and the counters, see `Run`
     at the end of the lesson. `source` is the generator `rollouts_in_turn`.
     """
-    with run.training() as source:  # saves at the end, whatever ends it
+    with run.training() as source:  # saves at the end, also after a signal or an error
         while run.step < run.options.total_timesteps:
             rollout = run.next_rollout(source)  # Collector.collect
             with run.learning() as logs:
@@ -204,7 +213,7 @@ def train(run):
 
 # ----------------------------------------------------------------------------------------- Policy
 
-ACTION_FEATURES = 32  # of the previous action's embedding
+ACTION_FEATURES = 32  # size of the previous action's embedding
 ENT_COEF_RANGE = 1e-4, 1.0  # of a learned entropy coefficient (VER table A1)
 
 
@@ -219,7 +228,8 @@ class LSTM(nn.LSTM):
     """The core of a policy: the part that remembers. Every core has these three members.
 
     The recurrent state of an environment is a tensor of `state_rows` x H numbers, all zero at an
-    episode's start. Here the hidden rows of all layers come first, then their cell rows.
+    episode's start. For an LSTM of L layers, the first L rows are the hidden states, and the next L
+    rows are the cell states.
     `lstm_step` and `lstm_sequences`, in Speed, compute the same as `nn.LSTM`, faster on a CPU.
     """
 
@@ -291,7 +301,7 @@ class Policy(nn.Module):
 
     def __init__(self, spec, options):
         super().__init__()
-        # how many choices there are in each dimension of the action; empty if it is continuous
+        # how many choices each dimension of the action has; empty if the action is continuous
         self.choices = spec.choices
         self.encoders = self.make_encoders(spec, options)
         self.features = sum(encoder.out_features for encoder in self.encoders)
@@ -331,8 +341,9 @@ class Policy(nn.Module):
         return FeedForward(in_features, options.hidden_size)
 
     def embed(self, action_BA, unknown_B):
-        """Actions -> B x ACTION_FEATURES. An unknown action is a choice of its own (0), or a vector
-        of zeros."""
+        """Previous actions -> B x ACTION_FEATURES. Where `unknown_B` (at an episode's first step)
+        there is none: the embedding number 0 if actions are discrete, otherwise a vector of zeros.
+        """
         if self.choices:
             token_BA = torch.where(unknown_B[:, None], 0, action_BA + 1)
             columns = zip(self.action_embedding, token_BA.unbind(1))
@@ -341,7 +352,7 @@ class Policy(nn.Module):
 
     def encode(self, obs, prev_action_BA, first_B):
         """Everything that does not depend on memory -> B x in_features of the core. Where
-        `first_B`, the previous action is unknown."""
+        `first_B`, there is no previous action."""
         features = [encoder(obs) for encoder in self.encoders]
         return torch.cat([*features, self.embed(prev_action_BA, first_B)], dim=1)
 
@@ -366,8 +377,8 @@ class Policy(nn.Module):
         return *self.heads(core_BH), after_B
 
     def sequences(self, obs, prev_action_MA, first_M, state_Q, batch_sizes):
-        """All M steps of Q sequences, arranged as a PackedSequence: distribution, value_M, and for
-        auxiliary losses (features, core_MH) (VER section 2.2, figure 3C).
+        """All M steps of Q sequences, arranged as a PackedSequence. Returns distribution, value_M,
+        and the pair (features_MF, core_MH), for auxiliary losses (VER section 2.2, figure 3C).
 
         The encoders run once over all steps; the core runs over time with batches that shrink as
         sequences end. `state_Q` is the stored state before each sequence's first step.
@@ -383,9 +394,9 @@ class Policy(nn.Module):
 
     @torch.no_grad()
     def keep_bounds(self):
-        """After every step of the optimizer: bring parameters back into their bounds. An entropy
-        bonus would widen the distribution of actions without limit, if the environment clips
-        them."""
+        """After every step of the optimizer: bring parameters back into their bounds. The deviation
+        of actions needs one: if the environment clips actions, a wider distribution costs nothing,
+        and an entropy bonus would widen it forever."""
         if self.log_ent_coef.requires_grad:
             self.log_ent_coef.clamp_(*map(math.log, ENT_COEF_RANGE))
         if not self.choices:
@@ -398,8 +409,8 @@ class Policy(nn.Module):
 class Table:
     """Named columns of numbers: `table["reward"]` is a column, a numpy array of all rows.
 
-    All columns lie in one block of memory, which processes can share: `share` it before you send
-    the table to one.
+    All columns lie in one block of memory, which processes can share. Call `share` before you send
+    the table to another process.
     """
 
     def __init__(self, num_rows, columns):
@@ -420,7 +431,7 @@ class Table:
     def __getitem__(self, column):
         return self.records[column]
 
-    def __getstate__(self):  # sent to other processes, without the view, which would be copied
+    def __getstate__(self):  # pickled without `records`: its numbers would be copied, not shared
         return {name: value for name, value in vars(self).items() if name != "records"}
 
     def __setstate__(self, state):
@@ -437,7 +448,7 @@ class EnvIO(Table):
 
     `unfinished` is set when an action is sent, and cleared once the outcome of the step is in the
     row. (If the episode has ended, the reset follows.) A worker that starts and finds it set knows
-    that the worker before it died in that step.
+    that the worker before it died in that step, or before that step.
     """
 
     def __init__(self, spec, num_envs, first_episode=0):
@@ -484,15 +495,17 @@ class Steps(Table):
             ("value", np.float32),
             ("inference_at", float),  # when its inference began (time.perf_counter) ...
             ("sent_at", float),  # ... and its action was sent
-            # from the environment's answer: in a rollout, not in `pending`
+            # from the environment's answer, when the step moves to a rollout; unused in `pending`
             ("reward", np.float32),  # with gamma * V(final observation), if it was truncated
             ("done", bool),  # last step of an episode
             ("lost", bool),  # the environment crashed: this step was made up
-            ("episode_stats", float, (len(spec.episode_columns),)),  # where it is done
+            ("episode_stats", float, (len(spec.episode_columns),)),  # of an episode's last step
             ("began_at", float),  # when the simulator started on the step ...
             ("step_sec", float),  # ... and how long it took
             # for learning
-            ("segment", int),  # `env`; for older steps from ver_multigpu.py (`fill_up`), env + N
+            # the environment's number; `fill_up` (ver_multigpu.py) adds N for steps of earlier
+            # rollouts
+            ("segment", int),
             ("advantage", np.float32),
             ("norm_advantage", np.float32),  # the same, normalized
             ("returns", np.float32),  # targets of the value
@@ -541,8 +554,9 @@ def to_device(array, device):
 
 
 def send_numbers(pipe, numbers):
-    """Write several numbers at once. They stay together even if other processes write to the same
-    pipe: `check_options` allows no more environments than fit into PIPE_BUF bytes."""
+    """Write several numbers at once. The operating system writes up to PIPE_BUF bytes in one piece,
+    so numbers of different processes do not mix. `check_options` limits the number of environments
+    accordingly."""
     os.write(pipe.fileno(), array("i", numbers))
 
 
@@ -553,7 +567,7 @@ def read_numbers(pipe):
 
 class Environment:
     """One environment and its row of EnvIO. Lives in a worker process; with --num-workers 0, in the
-    process that collects."""
+    process that collects. `split`, train or val, chooses its seeds."""
 
     def __init__(self, number, options, split, spec, io):
         self.number = number
@@ -585,12 +599,14 @@ class Environment:
             finished the step, which ended the episode   kept (the reset crashed, for example)
 
         A lost step truncates its episode at the observation seen last, with reward 0. (At the very
-        first start no step is in flight, and nobody reads what `lose_step` writes. An environment
-        without a step in flight when its worker died starts at its next action. That step is lost.)
+        first start no step is in flight, and nobody reads what `lose_step` writes. If no step was
+        in flight when the worker died, the environment starts when the next action is sent, and the
+        step of that action is lost.)
         """
         io = self.io
         e = self.number
-        ended = io["terminated"][e] or io["truncated"][e]  # if unfinished: of the step before
+        # if the step is unfinished, these two are still those of the step before it
+        ended = io["terminated"][e] or io["truncated"][e]
         if io["unfinished"][e] or not ended:
             lose_step(io, e)
         self.env = make_env(self.options, self.split, self.number)
@@ -613,8 +629,8 @@ class Environment:
         """Take the action that the row holds, write the answer there, reset if the episode ended.
 
         The final observation of an episode is written to `final_obs`, because the reset overwrites
-        `obs`, and because the value of a truncated episode's end is computed from it. Every episode
-        is reset here, so an autoreset wrapper changes nothing.
+        `obs`, and because the value of a truncated episode's end is computed from it. The reset
+        comes at once, so an autoreset wrapper finds nothing to do.
         """
         io = self.io
         e = self.number
@@ -685,8 +701,8 @@ def env_worker(inbox, outbox, environments):
 
 
 def is_due(num_answered, num_environments, sec):
-    """Whether a worker sends the answers that it has before it steps the rest. Asked after every
-    answer.
+    """Whether a worker should send the answers that it has now, before it steps its other
+    environments. Asked after every answer.
 
     `num_answered` answers are not sent yet, and the worker has `num_environments`. After 2 ms the
     worker sends the answers if half of its environments have answered. Inference then computes
@@ -699,9 +715,9 @@ def is_due(num_answered, num_environments, sec):
 class Workers:
     """The worker processes, seen from the process that collects.
 
-    `send` asks environments for an answer: to the action in their row, or at first, to start.
-    `receive` returns the environments that have answered. A worker that dies or hangs is
-    replaced (`Supervisor`).
+    `send` tells environments to take the action in their row or, the first time, to start. Each of
+    them then answers. `receive` returns the environments that have answered. Environment e belongs
+    to worker e % W. A worker that dies or hangs is replaced (`Supervisor`).
     """
 
     def __init__(self, environments, num_workers):
@@ -724,8 +740,9 @@ class Workers:
         """Start a worker's process, which has every W-th environment: `guarded_worker` runs
         `env_worker`, reports errors, and closes the environments.
 
-        The process gets copies of the Environments. The originals here are never made (`env` stays
-        None), so a process that replaces another one makes its own.
+        The process gets copies of the Environments. In this process, no simulator is ever made:
+        `env` stays None. So a process that replaces another one begins without one, too, and makes
+        its own.
         """
         mine = {each.number: each for each in self.environments[worker :: self.num_workers]}
         arguments = self.inboxes[worker], self.outbox, mine
@@ -760,7 +777,8 @@ class Workers:
         the environments whose answers were in the common pipe."""
         end_process(self.processes[worker], 0)
         self.supervisor.note_restart(worker, reason)
-        answered = self.read(0)  # before `owed`: answers that the old process had sent count
+        # before `owed`, so that answers which the old process had sent are not asked for again
+        answered = self.read(0)
         inbox = self.inboxes[worker]
         while inbox.poll():  # commands that the old process had not read yet
             read_numbers(inbox)
@@ -789,7 +807,8 @@ class Collector:
     """Collects rollouts with a policy, and remembers what passes from one rollout to the next.
 
     `enough` is a function of the number of complete steps. It says whether a rollout ends early:
-    after a signal, or with many GPUs, when this rank is preempted.
+    after a signal, or with many GPUs, when the other processes should not wait any longer for this
+    one (preemption, in ver_multigpu.py).
     """
 
     def __init__(self, policy, workers, io, spec, options, enough=lambda rows: False):
@@ -808,8 +827,8 @@ class Collector:
         # environments that have answered, in order of arrival; until their answers are taken, their
         # steps are still in flight
         self.answered = []
-        self.idle = np.zeros(0, int)  # their answers were taken, but they got no new action yet
-        # recurrent state after each environment's latest action, its step complete or not
+        self.idle = np.zeros(0, int)  # environments whose answer was taken, without a new action
+        # recurrent state after each environment's latest action, also while that step is in flight
         self.state_N = torch.zeros(num_envs, *policy.state_shape, device=self.device)
         self.given_N = np.zeros(num_envs, int)  # steps that each has given to this rollout
         self.version = 0
@@ -853,16 +872,17 @@ class Collector:
         return rollout.rows == rollout.capacity or self.enough(rollout.rows)
 
     def await_answers(self, room):
-        """Dynamic batching (VER section 2.1): take all environments that have answered, at least
-        one, in order of arrival.
+        """Dynamic batching (VER section 2.1): take the environments that have answered, in order of
+        arrival. Returns their numbers.
 
-        At most `room` of them are taken; the steps of the others stay in flight. `sync` needs an
-        answer of every environment. If there are too few answers, this function waits for more, at
-        most 50 ms. If there are still too few, it takes none, and the caller can ask again.
+        At most `room` of them are taken; the steps of the others stay in flight. At least one
+        answer is needed, and `sync` needs an answer from every environment. If there are too few,
+        this function waits for more, at most 50 ms. If there are still too few, it takes none, and
+        the caller can ask again.
         """
         needed = self.options.num_envs if self.options.sampler == "sync" else 1
         began_at = time.perf_counter()
-        self.answered += self.workers.receive(0)  # also if answers are left from the last call
+        self.answered += self.workers.receive(0)  # even if some of the last call are left
         if len(self.answered) < needed:
             self.answered += self.workers.receive(0.05)
         self.waited_sec += time.perf_counter() - began_at
@@ -883,7 +903,9 @@ class Collector:
         prev_action_BA = to_device(self.pending["action"][env_B], self.device)
         first_B = to_device(first_B, self.device)
         state_B = self.state_N[to_device(env_B, self.device)]
-        return shown, prev_action_BA, first_B, state_B * ~first_B[:, None, None]
+        # no memory at an episode's start
+        state_B = state_B.masked_fill(first_B[:, None, None], 0.0)
+        return shown, prev_action_BA, first_B, state_B
 
     def act(self, env_B):
         """Choose the next actions of these environments, remember the steps as pending, and send
@@ -970,13 +992,13 @@ def rollouts_in_turn(run):
     policy = run.policy
     options = run.options
     device = next(policy.parameters()).device
-    # An episode's number seeds it. A resumed run must not repeat an episode, so its numbers start
-    # at run.step: in that many steps, no environment can have ended more episodes
+    # The seed of an episode is made from its number. A resumed run must not repeat an episode, so
+    # its numbers start at run.step: in that many steps, no environment can have ended more episodes
     io = EnvIO(run.spec, options.num_envs, first_episode=run.step)
     capacity = options.rollout_steps
     rollout = Rollout(run.spec, capacity, options.num_envs, policy.state_shape, device)
-    # `Workers`; but `InlineWorkers`, without processes, if --num-workers is 0. `auto` chooses 0
-    # where a step takes less than 50 microseconds
+    # `make_workers` returns `Workers`, or `InlineWorkers` (no processes) if --num-workers is 0.
+    # `auto` chooses 0 if a step takes less than 50 microseconds
     with contextlib.closing(make_workers(options, "train", run.spec, io)) as workers:
         collector = run.collector_class(policy, workers, io, run.spec, options, run.enough)
         while True:
@@ -1026,7 +1048,7 @@ def importance_weights(env_S, num_envs):
     An environment that gave K_e of the S steps was sampled K_e / S of the time instead of 1 / N.
     Therefore each of its steps has the weight min(1, (S / N) / K_e). Slow environments are not
     weighted up, so the mean weight is at most 1. With many GPUs, a rollout may end with fewer than
-    N steps. Then S counts as N: one step of an environment is never too many.
+    N steps. Then S / N would be below 1, and 1 is used: an environment with one step has weight 1.
 
     >>> importance_weights(np.array([0, 0, 0, 0, 1, 2]), num_envs=3)
     array([0.5, 0.5, 0.5, 0.5, 1. , 1. ], dtype=float32)
@@ -1052,14 +1074,14 @@ def add_advantages(rollout, options):
 
 
 def find_sequences(segment_S, first_S):
-    """The steps of every sequence, in time order: a segment, cut where episodes begin (VER section
-    2.2).
+    """Cut every segment where an episode begins (VER section 2.2). Returns the steps of each
+    sequence, in time order.
 
     >>> find_sequences(np.array([0, 1, 0, 1, 0]), np.array([False, True, True, False, False]))
     [array([0]), array([2, 4]), array([1, 3])]
     """
-    order_S = np.argsort(segment_S, kind="stable")
-    changes = np.diff(segment_S[order_S], prepend=-1) != 0
+    order_S = np.argsort(segment_S, kind="stable")  # stable: keeps a segment's steps in order
+    changes = np.diff(segment_S[order_S], prepend=-1) != 0  # -1: the first segment begins, too
     begins = np.flatnonzero(changes | first_S[order_S])  # positions in order_S; the first is 0
     return np.split(order_S, begins[1:])
 
@@ -1079,7 +1101,7 @@ def cut_minibatches(sequences, count):
     cuts = len(line) * np.arange(count + 1) // count
     minibatches = []
     for low, high in zip(cuts, cuts[1:]):
-        inside = ends[(low < ends) & (ends < high)]
+        inside = ends[(low < ends) & (ends < high)]  # where sequences end in this mini-batch
         minibatches.append(np.split(line[low:high], inside - low))
     return minibatches
 
@@ -1110,7 +1132,7 @@ def pack(sequences):
 # `average(tensors)` averages tensors over all processes that learn together, in place. For a single
 # process it does nothing.
 
-NEWEST_SHARE = 0.05  # of the newest rollout in the mean square of returns
+NEWEST_SHARE = 0.05  # how much the newest rollout counts in the running mean square of returns
 
 
 @torch.no_grad()
@@ -1120,8 +1142,8 @@ def update_value_scale(critic, rollout, average):
     The scale is the running root mean square of the returns. So rewards of any size are learned
     equally well, as if they were normalized (Engstrom et al. 2020). All that is stored and logged
     stays in the environment's units, so values that were stored under an earlier scale need no
-    conversion. One outlier can at most double the scale. (The values that the network computes from
-    now on move with the scale. The update that follows corrects them.)
+    conversion. One outlier can at most double the scale. (A new scale also changes the values that
+    the network computes, by the same factor. The update that follows corrects this.)
     """
     returns_S = rollout.complete["returns"].astype(float)
     newest = torch.tensor([(returns_S**2).mean()], dtype=torch.float64)
@@ -1266,17 +1288,17 @@ class Run:
         enough             whether a rollout ends early
         next_rollout       takes the next rollout from the iterator
         advantages         computes advantages, returns and weights; returns the steps to learn from
-        average            averages tensors over all processes that learn together; alone, nothing
-        update             the policy learns
+        average            averages tensors over all processes that learn together
+        update             learns from a rollout
         decay              the share of the learning rate that is left
-        make_optimizer     what learns
-        restore            where training begins
-        open_folder, log, combine, save, evaluate, close    what is kept of it
+        make_optimizer     makes the optimizer
+        restore            loads the checkpoint of --resume
+        open_folder, log, combine, save, evaluate, close    write logs and checkpoints
     """
 
     collector_class = Collector
-    # by how many updates the policy that acts may be older than the one that learns (a step in
-    # flight may be older still)
+    # the policy that acts may be at most this many updates older than the one that learns (a step
+    # that was carried over from the last rollout may be older)
     max_lag = 0
     exceptions_that_save = Exception  # after which a checkpoint is written
     folder = None
@@ -1317,7 +1339,7 @@ class Run:
             restore_run(self, path)
 
     def open_folder(self):
-        """The run folder, with a first line that says what is trained. Raises UserError."""
+        """Make the run folder, and print a first line about the training. Raises UserError."""
         folder = RunFolder(self.options, self.step)
         folder.say(f"{folder.path}: {headline(self.options, self.spec, self.policy)}")
         return folder
@@ -1344,11 +1366,11 @@ class Run:
     def note_signal(self, number, _frame):
         """Record the first signal. It ends training: after the update that is being made, or at
         once while collecting (that rollout is dropped). A second Ctrl-C or SIGTERM kills the
-        process. (A terminal that closes may send two SIGHUP.)"""
+        process. A second SIGHUP changes nothing, because a terminal that closes may send two."""
         if self.signal:
             return
         self.signal = number
-        with contextlib.suppress(OSError):  # nobody reads it
+        with contextlib.suppress(OSError):  # stderr may be closed
             os.write(2, b"\nstopping; once more ends at once\n")
         for each in (signal.SIGINT, signal.SIGTERM):
             signal.signal(each, signal.SIG_DFL)
@@ -1386,8 +1408,8 @@ class Run:
         return rollout
 
     def average(self, tensors):
-        """Average these tensors over all processes that learn together, in place: alone, nothing.
-        """
+        """Average these tensors over all processes that learn together, in place. Here there is
+        only one, so this does nothing."""
 
     def decay(self):
         """The share of the learning rate that is left: a cosine from 1 to 0 (VER table A1)."""
@@ -1465,8 +1487,8 @@ CHEAP_STEP_SEC = 50e-6  # faster steps are not worth the two messages to another
 INFERENCE_SEC = 150e-6  # about what one step costs the process that collects
 TRIAL = 2**60  # `describe_env` counts episodes from here: no run gets that far
 MAX_WORKERS = 128
-LARGE_BOUND = 1e30  # as good as none
-MOST_CHOICES = 100_000  # of an observation, which enters as a one-hot vector
+LARGE_BOUND = 1e30  # a bound as large as this counts as none
+MOST_CHOICES = 100_000  # the most choices of an observation, which enters as a one-hot vector
 
 
 def make_env(options, split="train", number=0):
@@ -1476,7 +1498,7 @@ def make_env(options, split="train", number=0):
     these. Other environments differ in their seeds alone.
     """
     registered = load(options.env_id, "--env-id")
-    # the ranks of a machine count on: simulators may derive a port from the number
+    # The ranks of a machine never share a number: simulators may derive a port from it
     number += int(os.environ.get("LOCAL_RANK", "0")) * options.num_envs
     known = {"options": options, "split": split, "number": number}
     arguments = {name: value for name, value in known.items() if name in registered.kwargs}
@@ -1596,8 +1618,8 @@ def to_env_action(space, action_A):
 
 
 def derive_seed(*numbers):
-    """A seed made of several numbers: 31 bits, so that every simulator takes it, also if it keeps
-    seeds as signed integers of C."""
+    """A seed made of several numbers. It has 31 bits, so that every simulator accepts it, even one
+    that stores seeds as signed int of C."""
     return int(np.random.SeedSequence(numbers).generate_state(1)[0] >> 1)
 
 
@@ -1675,7 +1697,7 @@ def try_env(trial):
     try:
         env = make_env(options)
         trial.env = env
-        # Habitat's metrics are known only then
+        # first a reset: Habitat knows its metrics only after it
         env.reset(seed=derive_seed(0, options.seed, 0, TRIAL))
         check_wrappers(env)
         spec = EnvSpec(env.observation_space, env.action_space, metrics_of(env))
@@ -1713,17 +1735,18 @@ def metrics_of(env):
 
 
 def check_wrappers(env):
-    """Raise UserError for wrappers of Gymnasium that keep running statistics."""
+    """Raise UserError for wrappers of Gymnasium that do not work here: those that keep running
+    statistics, and RecordVideo."""
     instead = {
-        "NormalizeObservation": "gymnasium.wrappers:RescaleObservation(min_obs=-1, max_obs=1), or,"
-        " without bounds, nothing: such vectors are normalized",
-        "NormalizeReward": "nothing: rewards of any size are learned equally well",
+        "NormalizeObservation": "use gymnasium.wrappers:RescaleObservation(min_obs=-1, max_obs=1),"
+        " or leave it out if there are no bounds: such vectors are normalized",
+        "NormalizeReward": "leave it out: rewards of any size are learned equally well",
     }
     while isinstance(env, gym.Wrapper):
         name = type(env).__name__
         if name in instead:
-            why = "keeps statistics, which evaluation and --resume would start from nothing"
-            raise UserError(f"the wrapper {name} {why}; use {instead[name]}")
+            why = "keeps statistics, which evaluation and --resume would start from zero"
+            raise UserError(f"the wrapper {name} {why}; {instead[name]}")
         if name == "RecordVideo":
             why = "of every environment would write the same files"
             how = "python -m notebooks.extensions.play RUN_FOLDER films episodes after training"
@@ -1754,9 +1777,9 @@ def check_spaces(spec):
 
 def time_steps(trial):
     """Mean seconds of a step of this environment by random actions, resets included, and how many
-    of them on a CPU. Takes a second, or less if the environment fails: training survives that, so
-    this does. (The result may be too high: at first, simulators load scenes, and agents that act at
-    random end episodes soon.)
+    of them on a CPU. Takes a second. If the environment fails, this stops earlier and does not
+    raise, because training can continue after a failure, too. (The result may be too high: at
+    first, simulators load scenes, and agents that act at random end episodes soon.)
 
     The time in which other programs had the core does not count: a simulator that computes on a
     busy machine is not one that waits.
@@ -1789,7 +1812,8 @@ def count_cores():
 
 def container_cores(root=Path("/sys/fs/cgroup")):
     """The CPU quota of the container that this process runs in, in cores: what `docker --cpus`
-    and Kubernetes set. Infinite without one. Read from cgroup version 2, or else 1."""
+    and Kubernetes set. Infinity if there is no quota. Reads cgroup version 2, otherwise version 1.
+    """
     with contextlib.suppress(OSError, ValueError):
         quota, period = (root / "cpu.max").read_text().split()
         return int(quota) / int(period)  # ValueError: the quota is "max"
@@ -1819,7 +1843,7 @@ def count_workers(options, spec):
     workers = min(most, max(1, round(cores * waits * share)))
     if waits > 2 and workers > options.num_envs / 2:
         workers = most  # else some would have two environments, and be half as fast as the rest
-    return workers, f"{step}, {1000 * spec.cpu_sec:.2g} of a CPU; {cores} cores"
+    return workers, f"{step}, of which {1000 * spec.cpu_sec:.2g} ms of a CPU; {cores} cores"
 
 
 # --------------------------------------------------------------------------------------- Encoders
@@ -1842,11 +1866,11 @@ def image_layout(space):
     return (channels, height, width, channels_last) if min(height, width) >= 8 else None
 
 
-def is_any_size(space):
+def may_be_large(space):
     """Whether the numbers of a space may be so large that they must be normalized: they have no
     bounds, or bounds beyond 100. (Bytes are scaled to 0..1, choices are one-hot.)
 
-    >>> is_any_size(gym.spaces.Box(0, 3000, (4,))), is_any_size(gym.spaces.Box(-5, 5, (4,)))
+    >>> may_be_large(gym.spaces.Box(0, 3000, (4,))), may_be_large(gym.spaces.Box(-5, 5, (4,)))
     (True, False)
     """
     if not isinstance(space, gym.spaces.Box) or space.dtype == np.uint8:
@@ -1858,9 +1882,9 @@ class Statistics(nn.Module):
     """Normalizes each of C channels by its mean and deviation in all rollouts so far (DD-PPO
     section 6).
 
-    A rollout counts as much as it is learned from: a policy whose learning rate has decayed could
-    not follow if the statistics still moved. They do not move in evaluation mode, which is how an
-    encoder is frozen.
+    A rollout's weight is the share of the learning rate that is left. So the statistics move more
+    and more slowly, and a policy with a small learning rate can follow them. They do not move in
+    evaluation mode, which is how an encoder is frozen.
     """
 
     def __init__(self, channels):
@@ -1916,7 +1940,7 @@ class Image(nn.Module):
         self.key = key
         self.channels, height, width, self.channels_last = image_layout(space)
         self.size = height, width
-        normalized = space.dtype == np.uint8 or is_any_size(space)
+        normalized = space.dtype == np.uint8 or may_be_large(space)
         self.normalize = Statistics(self.channels) if normalized else nn.Identity()
 
     def read(self, obs):
@@ -1960,7 +1984,7 @@ class SmallCNN(nn.Module):
 
 
 class Vector(nn.Module):
-    """Two-layer perceptron for a vector, which is normalized if it `is_any_size`. Choices enter as
+    """Two-layer perceptron for a vector, which is normalized if it `may_be_large`. Choices enter as
     one-hot vectors, bytes as 0..1."""
 
     def __init__(self, key, space, out_features):
@@ -1969,10 +1993,10 @@ class Vector(nn.Module):
         self.out_features = out_features
         self.choices = count_choices(space)
         self.in_features = sum(self.choices) or math.prod(space.shape)
-        if self.choices:  # begin_D + a choice: its index in the one-hot vector of all dimensions
+        if self.choices:  # choice c of dimension d is at index begin_D[d] + c of the one-hot vector
             begin_D = np.cumsum([0, *self.choices[:-1]]) - np.ravel(space.start)
             self.register_buffer("begin_D", torch.from_numpy(begin_D), persistent=False)
-        self.normalize = Statistics(self.in_features) if is_any_size(space) else nn.Identity()
+        self.normalize = Statistics(self.in_features) if may_be_large(space) else nn.Identity()
         first = orthogonal(nn.Linear(self.in_features, out_features))
         second = orthogonal(nn.Linear(out_features, out_features))
         self.layers = nn.Sequential(first, nn.Tanh(), second, nn.Tanh())
@@ -2029,17 +2053,17 @@ class EnvironmentFailure(Exception):
 
 
 class NotMade(EnvironmentFailure):
-    """An environment that cannot be made. If it never could, trying again would not help."""
+    """The environment cannot be made. If even the first try failed, there is no second one."""
 
 
 class BadAnswer(EnvironmentFailure):
-    """NaN, infinity or another shape than the space's: starting again would hide a bug."""
+    """NaN, infinity, or a shape different from the space's: starting again would hide a bug."""
 
 
 def process_context():
     """How processes are started: by a fork server. It is as clean as spawn, but imports torch only
-    once. It and its processes ignore signals, which may reach the whole process group: the main
-    process decides. Raises UserError."""
+    once. The fork server ignores signals, which may reach the whole process group, because the main
+    process decides what they do. Raises UserError."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["torch", "gymnasium", "tyro", "tqdm"])
     with caught_signals(signal.SIG_IGN):
@@ -2056,8 +2080,8 @@ def lead_group():
     process is gone, and this process does not end by itself (a simulator hangs), the group is
     killed.
 
-    Signals are caught here, not ignored as by the fork server, because the programs that a
-    simulator starts would inherit that.
+    The fork server ignores signals. A process here catches them and does nothing. If it ignored
+    them, the programs that its simulators start would ignore them, too.
     """
     multiprocessing.current_process().daemon = False  # daemons may not have children
     for number in SIGNALS:
@@ -2101,7 +2125,8 @@ def tell(text):
     if rank is None:
         tqdm.write(text, file=sys.stderr)
     else:
-        tqdm.write(f"rank {rank}: {text}", file=sys.__stderr__)  # sys.stderr is rank 0's alone
+        # sys.stderr: only the first rank of a machine prints there
+        tqdm.write(f"rank {rank}: {text}", file=sys.__stderr__)
 
 
 def failure_of(environment, error):
@@ -2158,7 +2183,7 @@ def check_shapes(leaves, spec):
 
 def check_numbers(kept, leaf, key, spec):
     """Raise BadAnswer if a part of an observation is not finite, or if the table has not kept it
-    exactly, because it has another type than its space."""
+    exactly, because its type differs from its space's."""
     space = spec.observations[key]
     good = np.isfinite(kept).all() if kept.dtype.kind == "f" else np.array_equal(kept, leaf)
     if not good or (kept.dtype.kind == "i" and kept not in space):
@@ -2194,9 +2219,9 @@ class Restarts:
 
 
 class TorchState:
-    """What code can change of torch for its whole process: the random generator, the default type,
-    and whether gradients are kept. Environments in the trainer's process have such a state of their
-    own."""
+    """The global settings of torch that an environment's code could change: the random generator,
+    the default type, and whether gradients are kept. Environments in the trainer's process have
+    settings of their own."""
 
     def __init__(self, options, episode):
         seed = derive_seed(SEED_OF_INLINE, options.seed, episode)
@@ -2206,8 +2231,9 @@ class TorchState:
 
     @contextlib.contextmanager
     def in_place(self):
-        """While this lasts, it takes the place of the trainer's state."""
-        with torch.inference_mode(False):  # `collect` calls environments in this mode: leave it
+        """While this lasts, these settings take the place of the trainer's."""
+        # `collect` runs in inference mode: switch it off while environments run
+        with torch.inference_mode(False):
             own = self.exchange(self.state)
             try:
                 yield
@@ -2329,7 +2355,7 @@ class Supervisor:
             return []
         self.looked_at += passed_sec
         # the time since the last look counts, but at most a tenth of the limit: this process may
-        # have been stopped meanwhile, or have learned
+        # have been paused meanwhile, or busy with learning, and not have looked
         self.silent_sec_W += min(passed_sec, self.timeout_sec / 10)
         failed = []
         for worker, process in enumerate(workers.processes):
@@ -2352,8 +2378,9 @@ class Supervisor:
 
 
 def check_process(options):
-    """Raise UserError where training cannot work: it catches signals, and starts processes. (If a
-    program trains outside of `if __name__ == "__main__":`, multiprocessing says so.)"""
+    """Training catches signals and starts processes. Raise UserError if this thread or process may
+    not do that. (If a program trains outside of `if __name__ == "__main__":`, multiprocessing says
+    so.)"""
     if threading.current_thread() is not threading.main_thread():
         raise UserError("training catches signals: it must run in the main thread")
     if mp.current_process().daemon and options.num_workers != 0:
@@ -2383,22 +2410,23 @@ def check_rollout(rollout, version, lag=0):
     carried_S = steps["sent_at"] < rollout.started_at
     carried = steps["env"][carried_S]
     new_version = steps["version"][~carried_S]
-    assert 0 < len(steps) <= rollout.capacity, "a rollout has at most S steps"
-    assert lag or len(set(carried)) == len(carried), "one step at most was in flight in each"
-    assert (steps["version"] <= version).all(), "no step is by a policy that is still to come"
-    assert (new_version >= version - lag).all(), "new steps come from the current policy"
+    assert 0 < len(steps) <= rollout.capacity, "a rollout must have 1 to S steps"
+    once = "at most one step of an environment can be carried over"
+    assert lag or len(set(carried)) == len(carried), once
+    assert (steps["version"] <= version).all(), "a later policy cannot have acted"
+    assert (new_version >= version - lag).all(), "new steps must come from the current policy"
     for segment in np.unique(steps["segment"]):
         part = steps[steps["segment"] == segment]
         begins = part["first"][1:]
-        assert (part["env"] == part["env"][0]).all(), "steps of a segment are of one environment"
-        assert (begins == part["done"][:-1]).all(), "an episode begins only where one ended"
-        assert (np.diff(part["version"]) >= 0).all(), "versions do not go back"
-        assert (np.diff(part["sent_at"]) > 0).all(), "steps are in time order"
+        assert (part["env"] == part["env"][0]).all(), "a segment must come from one environment"
+        assert (begins == part["done"][:-1]).all(), "an episode must begin where one ended"
+        assert (np.diff(part["version"]) >= 0).all(), "versions of a segment must not decrease"
+        assert (np.diff(part["sent_at"]) > 0).all(), "steps must be in time order"
     begins = torch.from_numpy(np.flatnonzero(steps["first"]))
-    assert not rollout.state[begins].any(), "memory is zero where an episode begins"
+    assert not rollout.state[begins].any(), "memory must be zero where an episode begins"
     for name in ("log_prob", "value", "action", "reward"):
-        assert np.isfinite(steps[name]).all(), f"{name} is finite"
-    assert np.isfinite(rollout.bootstrap).all(), "bootstrap values are finite"
+        assert np.isfinite(steps[name]).all(), f"{name} must be finite"
+    assert np.isfinite(rollout.bootstrap).all(), "bootstrap values must be finite"
 
 
 # ----------------------------------------------------------------------------- Logs and evaluation
@@ -2412,12 +2440,12 @@ def mean_logs(logs):
     Raises FloatingPointError if all were skipped."""
     table = torch.stack([torch.stack(list(log.values())) for log in logs]).cpu()  # one copy
     names = list(logs[0])
-    skipped_M = table[:, names.index("losses/skipped")].bool()
-    if skipped_M.all():
+    skipped = table[:, names.index("losses/skipped")].bool()  # of each mini-batch
+    if skipped.all():
         reason = "not one gradient of this update was finite"
         raise FloatingPointError(f"{reason}: try a lower --learning-rate")
-    means = dict(zip(names, table[~skipped_M].mean(dim=0).tolist()))
-    return means | {"losses/skipped": skipped_M.float().mean().item()}
+    means = dict(zip(names, table[~skipped].mean(dim=0).tolist()))
+    return means | {"losses/skipped": skipped.float().mean().item()}
 
 
 def summarize_rollout(rollout, version):
@@ -2662,8 +2690,8 @@ def load_checkpoint(path):
 
 
 def write_file(path, write):
-    """Write a file by the function `write`, atomically: a crash leaves the old file or the new one.
-    Raises OSError, if the disk is full, say."""
+    """Write a file with the function `write`, atomically: a crash leaves the old file or the new
+    one. Raises OSError, if the disk is full, say."""
     temporary = path.with_suffix(".tmp")
     try:
         with open(temporary, "wb") as file:
@@ -2738,8 +2766,9 @@ def restore_run(run, path):
 
 
 def check_moments(optimizer):
-    """Raise ValueError if an optimizer's state is of other weights. torch tells weights by their
-    order alone, and would write beyond the end of those that are smaller."""
+    """Raise ValueError if an optimizer's state belongs to other weights. torch matches the saved
+    state to the weights by their order alone. If a saved tensor is larger than the weight at its
+    place, the optimizer would write past the end of the weight."""
     for weight, state in optimizer.state.items():
         for part in state.values():
             same_kind = torch.is_tensor(part) and part.dim() == weight.dim()
@@ -2777,7 +2806,7 @@ def make_folder(options):
 
 class RunFolder:
     """The folder of a run: its lock, options.json, TensorBoard's curves, checkpoints; and the
-    progress bar. With `silent`, as on ranks above 0, there is none of these."""
+    progress bar. With `silent`, as on ranks above 0, nothing is written or shown."""
 
     path = None
     lock = None
@@ -2876,9 +2905,9 @@ def lstm_step(lstm, x_BF, state_B):
 
 
 def lstm_sequences(lstm, packed, memory):
-    """An nn.LSTM over a PackedSequence: output M x H. CPUs have a fast LSTM for sequences of equal
-    length. Padding to it costs more than it gains if it makes more than about five times as many
-    steps."""
+    """An nn.LSTM over a PackedSequence: output M x H. On a CPU, PyTorch's LSTM is much faster if
+    all sequences have the same length, so they are padded to it. But if padding makes more than
+    about five times as many steps, it costs more than it gains."""
     padded_steps = len(packed.batch_sizes) * int(packed.batch_sizes[0])
     if packed.data.device.type != "cpu" or padded_steps > 5 * len(packed.data):
         out, _ = lstm(packed, memory)
@@ -2894,9 +2923,9 @@ class LearnerThreads:
     Threads wait for each other many times in an update, so one that has lost its core to another
     program holds all of them up. Then one thread alone is faster. So after an update in which the
     main thread had to wait for its core for a tenth of the time, one thread makes the next 10
-    updates. (The run's own workers, which finish their steps meanwhile, cost less than that.) And
-    GOMP_SPINCOUNT=1000 keeps a thread that waits for another from spinning for long. Without it,
-    the first such update could take minutes.
+    updates. (The run's own workers also finish their steps meanwhile, but that takes less than a
+    tenth.) With GOMP_SPINCOUNT=1000, a thread that waits for another one soon sleeps, instead of
+    using its core in a busy loop. Otherwise, the first such update could take minutes.
     """
 
     def __init__(self, options):
@@ -2928,10 +2957,11 @@ def run_delay_sec():
 
 
 def tune_malloc():
-    """Tell glibc not to give freed memory back to the kernel: learning is a sixth faster on a CPU,
-    because activations come and go with every mini-batch, at a page fault for every 4 KiB. And tell
-    oneDNN, which computes the LSTM on a CPU, to keep the code that it makes for each size of a
-    mini-batch for the last 64 sizes (else 1,024, which are a gigabyte)."""
+    """Tell glibc not to give freed memory back to the kernel. Learning is then a sixth faster on a
+    CPU: activations come and go with every mini-batch, and new memory costs a page fault for every
+    4 KiB. Also limit the cache of oneDNN, which computes the LSTM on a CPU, and makes code for each
+    size of a mini-batch. It keeps the code of the last 64 sizes (by default 1,024, which take about
+    a gigabyte)."""
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
     trim_threshold = -1
     mmap_threshold = -3
@@ -2942,9 +2972,9 @@ def tune_malloc():
 
 
 # ---------------------------------------------------------------- The command line and its checks
-# Adds refusals in one line, before anything is started, and the four doors to code elsewhere:
-# --env-id with its arguments, --wrappers, --policy, --extensions. Whatever a string names is found
-# by `find`. The lesson calls `check_options` and `build`.
+# Checks all options before anything starts, and reports a bad one in one line. Also loads code that
+# four options name, the *doors*: --env-id with its arguments, --wrappers, --policy, --extensions.
+# Whatever a string names is found by `find`. The lesson calls `check_options` and `build`.
 
 ALIASES = {
     "pointnav": "notebooks.environments.pointnav:PointNav-v0",
@@ -3074,8 +3104,8 @@ def extend(run_class, options):
 
 
 def make_policy(spec, options):
-    """The network that --policy names, in evaluation mode, which only `Run.update` leaves for a
-    while. Raises UserError."""
+    """The network that --policy names, in evaluation mode. Only `Run.update` switches to training
+    mode, for the update. Raises UserError."""
     return load(options.policy, "--policy")(spec, options).eval()
 
 
@@ -3133,7 +3163,8 @@ def check_options(options):
             refuse(options, name, "must be within 0..1")
     most_envs = select.PIPE_BUF // 4
     if options.num_envs > most_envs:
-        refuse(options, "num_envs", f"must be at most {most_envs}: one pipe write")
+        reason = "the numbers of all environments must fit into one write to a pipe"
+        refuse(options, "num_envs", f"must be at most {most_envs}: {reason}")
     most_workers = min(options.num_envs, MAX_WORKERS)
     if values.get("num_workers", 0) > most_workers:
         refuse(options, "num_workers", f"must be within 0..{most_workers}")
@@ -3186,7 +3217,7 @@ def check_foreign(text, name):
 
 
 def unchecked(kind):
-    """The same options, without a check: a file may still replace their values."""
+    """The same options, but not checked yet: values from a checkpoint may still replace them."""
     own = {"__post_init__": lambda self: None, "__doc__": kind.__doc__}
     return dataclass(frozen=True)(type(kind.__name__, (kind,), own))
 
@@ -3197,14 +3228,14 @@ def names_environment(argv):
 
 
 def parse_options(argv, kind=Options):
-    """Options from the command line; with --resume or --checkpoint (a run folder or its checkpoint
-    file), those of that run where none is given here. Raises UserError."""
+    """Options from the command line. With --resume or --checkpoint (a run folder or its checkpoint
+    file), options that are not on the command line are taken from that run. Raises UserError."""
     # the command line alone; if there is a file, this is only for comparison
     given = tyro.cli(unchecked(kind), args=argv)
     if not (given.checkpoint or given.resume):
         return kind(**asdict(given))
     if given.checkpoint and given.resume:
-        refuse(given, "checkpoint", "evaluates and --resume trains: give one")
+        refuse(given, "checkpoint", "give either this (to evaluate) or --resume (to continue)")
     path = Path(given.checkpoint or given.resume)
     if path.is_dir():
         path = path / "checkpoint.pt"

@@ -181,7 +181,7 @@ def timeline(axis, num_envs, steps, phases, title, marks_in_flight=True):
     step, in_flight, learning = names.values()
     spans = {}  # by lane and color: drawing is many times as fast as bar by bar
     for env, begin, sec in steps:
-        crosses = marks_in_flight and any(begin < phase < begin + sec for phase, _ in phases)
+        crosses = marks_in_flight and any(begin <= phase < begin + sec for phase, _ in phases)
         spans.setdefault((env, in_flight if crosses else step), []).append((begin, sec))
     for (env, color), lane in spans.items():
         look = {"facecolor": color, "edgecolor": "white", "lw": 0.5}
@@ -273,7 +273,7 @@ def whole():
         for length in steps:
             block(x, 42 - 4 * env, length - 0.4, 3, color)
             x += length
-    words(0, 29, "N simulators in processes;\nsteps take unequally long")
+    words(0, 29, "N simulators in processes;\nsteps take different times")
 
     title(33, 51.5, "collector: pending steps", "Collector.collect")
     names = ("obs", "action", "log π", "V", "version")
@@ -289,13 +289,13 @@ def whole():
     words(33, 29, "one row for each environment:\nwhat is known when its action is chosen")
 
     title(74, 51.5, "rollout", "Rollout")
-    order = (0, 3, 0, 1, 0, 2, 1, 0, 3, 1, 2, 0)  # environments, as their steps were completed
+    order = (0, 3, 0, 1, 0, 2, 1, 0, 3, 1, 0, 2)  # environments, as their steps were completed
     for index, env in enumerate(order):
         block(74 + 4 * (index % 6), 41.5 - 4 * (index // 6), 3.8, 3.6, colors[env], str(index))
     words(74, 36, "exactly S = T·N complete steps,\nmore of the faster environments")
 
     title(74, 21.5, "returns", "compute_advantages")
-    words(74, 17, "GAE, up to the end of an episode\nor on with the bootstrap value")
+    words(74, 17, "GAE ends with the episode, or\ncontinues with the bootstrap value")
 
     title(42, 21.5, "sequences, mini-batches", "find_sequences  cut_minibatches  pack")
     pieces = (((2, 2), (0, 4)), ((0, 1), (1, 3), (3, 2)))  # (environment, steps): two mini-batches
@@ -310,7 +310,7 @@ def whole():
 
     title(3, 21.5, "learning", "ppo_update  ppo_loss")
     block(3, 10, 24, 6.5, DARK, "encoder → LSTM → π, V")
-    words(3, 8.6, "many GPUs: gradients averaged over\nranks; slow ranks are preempted")
+    words(3, 8.6, "many processes (ranks): gradients are\naveraged; a slow rank stops early")
     functions = "Ranks.average  optimal_preemption"
     axis.text(3, 2, functions, fontsize=9, family="monospace", color=DARK)
 

@@ -296,23 +296,23 @@ def go_back(rollout):
 
 # a way to break each invariant that check_rollout states, and the message that it should cause
 CORRUPTIONS = [
-    ("at most S steps", lambda r: setattr(r, "rows", 0)),
-    ("one step at most was in flight", lambda r: setattr(r, "started_at", np.inf)),
+    ("1 to S steps", lambda r: setattr(r, "rows", 0)),
+    ("at most one step of an environment", lambda r: setattr(r, "started_at", np.inf)),
     ("come from the current policy", lambda r: np.put(r["version"], steps_of(r, 0)[3], 0)),
-    ("a policy that is still to come", lambda r: np.put(r["version"], steps_of(r, 0)[3], 2)),
-    ("are of one environment", lambda r: np.put(r["env"], steps_of(r, 0)[3], 1)),
-    ("begins only where one ended", lambda r: np.put(r["first"], steps_of(r, 0)[3], True)),
-    ("begins only where one ended", lambda r: np.put(r["done"], steps_of(r, 0)[3], True)),
-    ("versions do not go back", go_back),
+    ("a later policy cannot have acted", lambda r: np.put(r["version"], steps_of(r, 0)[3], 2)),
+    ("must come from one environment", lambda r: np.put(r["env"], steps_of(r, 0)[3], 1)),
+    ("must begin where one ended", lambda r: np.put(r["first"], steps_of(r, 0)[3], True)),
+    ("must begin where one ended", lambda r: np.put(r["done"], steps_of(r, 0)[3], True)),
+    ("must not decrease", go_back),
     (
         "in time order",
         lambda r: np.put(r["sent_at"], steps_of(r, 0)[-1], r["sent_at"][steps_of(r, 0)[0]]),
     ),
-    ("memory is zero", lambda r: r.state[np.flatnonzero(r["first"])[0]].fill_(1.0)),
-    ("log_prob is finite", lambda r: np.put(r["log_prob"], 3, np.nan)),
-    ("value is finite", lambda r: np.put(r["value"], 3, np.inf)),
-    ("reward is finite", lambda r: np.put(r["reward"], 3, np.inf)),
-    ("bootstrap values are finite", lambda r: np.put(r.bootstrap, 2, np.nan)),
+    ("memory must be zero", lambda r: r.state[np.flatnonzero(r["first"])[0]].fill_(1.0)),
+    ("log_prob must be finite", lambda r: np.put(r["log_prob"], 3, np.nan)),
+    ("value must be finite", lambda r: np.put(r["value"], 3, np.inf)),
+    ("reward must be finite", lambda r: np.put(r["reward"], 3, np.inf)),
+    ("bootstrap values must be finite", lambda r: np.put(r.bootstrap, 2, np.nan)),
 ]
 
 

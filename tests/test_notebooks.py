@@ -867,7 +867,7 @@ def test_bug_hunt():
         assert (pull_S == 0).all() == (letter not in "DEH")
         used = np.flatnonzero(cells["used"](letter))
         assert used.tolist() == [*(range(11) if letter == "B" else range(13, 24)), *range(24, 31)]
-        says = "memory is zero where an episode begins" if letter == "F" else "nothing"
+        says = "memory must be zero where an episode begins" if letter == "F" else "nothing"
         assert cells["debug_says"](letter) == says
     # the letters of the check are those that the tools find
     assert "".join(sorted("".join(bug_hunt.FOUND_BY.values()))) == "ABCDEFGH"

@@ -193,7 +193,7 @@ def test_questions(capsys):
         exec(program, {})
     printed = capsys.readouterr().out.splitlines()
     assert np.fromstring(printed[0].strip("[]"), sep=" ").round(3).tolist() == [0.294] + [0.235] * 3
-    assert printed[1:] == ["(16, 16.0)", "(16, 8.0)", "12.0"]
+    assert printed[1:] == ["16 16.0", "16 8.0", "12.0"]
 
 
 def test_own_environment(tmp_path, monkeypatch):

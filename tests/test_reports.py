@@ -226,7 +226,7 @@ def test_copies_without_torchrun(tmp_path, monkeypatch, capsys, name):
     """srun and mpirun would train the same run twice."""
     monkeypatch.setenv(name, "2")
     args = small(tmp_path, *f"{CARTPOLE} 64".split())
-    one_line(capsys, args, "has started 2 equal runs", ver_multigpu.main)
+    one_line(capsys, args, "has started 2 copies of one run", ver_multigpu.main)
 
 
 def test_a_local_rank_alone(tmp_path, monkeypatch, capsys):

@@ -582,7 +582,7 @@ def test_first_line(tmp_path, capsys, monkeypatch):
     measured, told = [
         line for line in capsys.readouterr().out.splitlines() if "environments, workers: " in line
     ]
-    figures = r"a step takes 2 ms, 1.9 of a CPU; 2 cores"
+    figures = r"a step takes 2 ms, of which 1.9 ms of a CPU; 2 cores"
     assert re.search(rf": ver, 4 environments, workers: 2 \({figures}\), ", measured)
     assert "4 environments, workers: 3 (--num-workers), " in told
 
@@ -620,7 +620,7 @@ BAD_INPUT = {
     "--extensions trace(file=/nowhere/trace.json)": "/nowhere/trace.json cannot be written",
     "--extensions transfer": "give a checkpoint",
     "--num-minibatches 65": "must be at most --num-steps x --num-envs = 64",
-    "--greedy --checkpoint a.pt --resume b": "give one",
+    "--greedy --checkpoint a.pt --resume b": "give either this",
     "--env-id tests.envs:NoSuch-v0": "NoSuch",
     "--env-kwargs colour": "colour: must be KEY=VALUE",
     "--env-kwargs colour=red": "colour",

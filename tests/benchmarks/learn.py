@@ -103,7 +103,9 @@ TASKS = {  # nearly all with no option but the steps
     "position-only-cartpole": Task(
         f"{POPGYM}PositionOnlyCartPoleEasy-v0", 200, words="{} (random: 0.118)"
     ),
-    "memory": Task(CUE, 100, words="a cue, asked for 10 steps later, 100 k; right answers"),
+    "memory": Task(
+        CUE, 100, words="remembering a cue for 10 steps, 100 k (return: share of right answers)"
+    ),
     "memory-feed-forward": Task(
         CUE, 100, "--lstm-layers 0", "the same without the LSTM (chance: 0.5)"
     ),
