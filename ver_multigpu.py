@@ -210,8 +210,9 @@ def connect(host, port, is_master, timeout_sec):
 
 def agree_on_start(store, rank, size, timeout_sec):
     """A name for this start of all ranks. With --max-restarts the store outlives the ranks, and
-    still holds keys of a start that died. So rank 0 first deletes each rank's key, and the other
-    ranks write theirs again and again until rank 0 answers with the name."""
+    still holds keys of a start that died. So for each rank, rank 0 deletes the key, which may be
+    old, and waits until it is there again. The living rank writes it again and again, until rank 0
+    answers with the name."""
     own = uuid.uuid4().hex
     until = time.monotonic() + timeout_sec
     if rank == 0:
@@ -234,9 +235,9 @@ def optimal_preemption(step_sec_RN, num_steps, variable, learning_sec):
     is a number of steps of all ranks together, Time(S) the time until they are complete, and LT is
     `learning_sec`. S* is the S with the largest S / (Time(S) + LT). Returns S* and Time(S*).
 
-    `step_sec_RN`: every environment's mean seconds per step, inference included. A *group* is a
-    rank with `variable` rollouts, which gives T x N steps; otherwise it is an environment, which
-    gives T. A group gives steps at a constant rate until it is done.
+    `step_sec_RN`: every environment's mean seconds per step, inference included. If rollouts are
+    `variable`, a *group* is a rank, and gives T x N steps. Otherwise a group is one environment,
+    and gives T steps. A group gives steps at a constant rate until it is done.
 
     Between two times at which groups are done, the number of steps grows linearly. There, the
     quotient S / (Time(S) + LT) either only rises or only falls. So the best time is one at which a
@@ -275,12 +276,12 @@ def step_seconds(rollout, quota, known_N):
     """Every environment's mean seconds per step, until it had given its `quota` or the rollout
     ended.
 
-    With `ver`, hardly any environment reaches its quota. A step that was carried in counts as one,
-    although it began earlier, and a step in flight at the end counts as none, although it took
-    time. That evens out over many steps. With few steps, the result can be too small, so it is
-    raised to two lower bounds. First, an environment's time is at least the sum of its simulator's
-    own step times. Second, if an environment gave no step, its seconds per step are at least the
-    last known value (`known_N`), and at least the length of this rollout (`mean_seconds`).
+    With `ver`, hardly any environment reaches its quota. The first step may have begun before this
+    rollout, and the last one may not be complete at its end. With many steps these two errors
+    cancel. With few steps the result can be too small, so there are two corrections. First, an
+    environment's time is at least the sum of its simulator's own step times. Second, if it gave no
+    step, its seconds per step are at least the last known value (`known_N`), and at least the
+    length of this rollout (`mean_seconds`).
     """
     steps = rollout.complete
     given_N = np.bincount(steps["env"], minlength=rollout.num_envs)
@@ -303,10 +304,11 @@ def fill_up(learned, rollout):
     """Drop the oldest of the S steps that this rank learned from before, and append a rollout,
     preempted or not, so that there are S again (VER section 2.3).
 
-    The older steps keep their advantages, returns and weights. All older steps of an environment
-    are one segment, since no step is missing between its rollouts. Its new steps are a second
-    segment, so that they begin with their own stored state. The advantages are computed already, so
-    segments are now used only to find sequences.
+    The older steps keep their advantages, returns and weights. The older steps of an environment
+    follow each other without a gap, so they form one segment. The new steps form a second one. So
+    the network starts them from the state with which they were collected, and not from a state that
+    it computes again through older steps. The advantages are computed already, so segments are now
+    used only to find sequences.
     """
     stale = learned.capacity - rollout.rows
     learned.copy(np.arange(stale), learned, np.arange(rollout.rows, learned.capacity))
@@ -337,7 +339,7 @@ class RankRun(ver_ppo.Run):
         self.learned = None  # with preemption: the S steps that were learned from last, in order
         self.step_sec_N = np.zeros(options.num_envs)  # of this rank's environments, last known
         quarter = max(1, options.rollout_steps // 4)
-        # a rollout with fewer steps is not preempted: of 0 steps there would be no mean
+        # a rollout with fewer steps is not preempted: 0 steps would have no mean advantage
         self.min_steps = quarter if options.preemption == "threshold" else 1
         # nobody knows how long the first rollout takes: look at the counter as if it were 0.5 s
         self.begin_rollout(limit=NO_LIMIT, predicted_sec=0.0, last_rollout_sec=0.5)
@@ -358,7 +360,7 @@ class RankRun(ver_ppo.Run):
         failure = None
         try:
             check_gpus(self.ranks, options)  # the ranks agree in there: all raise the same
-            # does the shipped collector collect? only it asks `enough`
+            # preemption needs the usual collector, in this process: it asks `enough`
             usual = type(self).rollouts is ver_ppo.Run.rollouts
             usual = usual and self.collector_class is Collector
             if options.preemption != "none" and not usual:
@@ -384,8 +386,8 @@ class RankRun(ver_ppo.Run):
         self.ranks.close()
 
     def begin_rollout(self, limit, predicted_sec, last_rollout_sec):
-        """Start to count from 0. A rank reads the counter about 100 times in a rollout, so it
-        notices the end at most a hundredth of a rollout too late."""
+        """Start to count from 0. A rank reads the counter about 100 times in a rollout, but at most
+        every 5 ms and at least once a second."""
         self.limit = limit
         self.predicted_sec = predicted_sec
         self.latest = math.inf  # when the rollout ends at the latest (time.monotonic)
@@ -403,7 +405,7 @@ class RankRun(ver_ppo.Run):
     def average(self, tensors):
         """As Ranks.average. A rank that got a signal says so here, and all leave the update before
         the next optimizer step: torchrun kills those that have not ended after 30 s. A checkpoint
-        then has the weights after a part of the update, with the counters before it."""
+        then holds weights in the middle of an update, and the counters from before this update."""
         stops = tensors[0].new_tensor([float(self.signal is not None)])
         self.ranks.average([*tensors, stops])
         if stops.item():
@@ -492,8 +494,8 @@ class RankRun(ver_ppo.Run):
         if options.preemption == "threshold":
             return threshold_preemption(self.ranks.size, options.sync_frac), 0.0
         # The first rollout has no limit. Its times include the start of the environments and cannot
-        # be used to predict, so the second rollout has no limit either. (After the first, `step` is
-        # still `first_step`: `Run.log` counts after `combine`.)
+        # be used to predict, so the second rollout has no limit either. (`Run.log` counts the steps
+        # after this: if `step` is still `first_step`, only the first rollout has been made.)
         if options.preemption == "optimal" and self.step > self.first_step:
             variable = options.sampler == "ver"
             return optimal_preemption(step_sec_RN, options.num_steps, variable, learning_sec)
@@ -543,7 +545,7 @@ def check_gpus(ranks, options):
     ranks.agree(failure)
     gpu_R = ranks.gather(gpu)
     if len(set(gpu_R)) < ranks.size:
-        text = f"{ranks.size} ranks need as many GPUs, and have {len(set(gpu_R))}"
+        text = f"{ranks.size} ranks need {ranks.size} GPUs, and there are {len(set(gpu_R))}"
         ver_ppo.refuse(options, "device", f"{text}: try --device cpu")
 
 

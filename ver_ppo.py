@@ -3,10 +3,10 @@
 Simulators are slow and uneven, and a trainer that steps N of them in lock-step always waits for the
 slowest. VER does not wait: the environments that have answered form the next inference batch. A
 rollout ends when S = T x N steps are complete (--num-steps times --num-envs), no matter how many
-each environment contributed. A step that is in flight at that moment counts for the rollout in
-which it is completed. The uneven experience is cut into mini-batches of equal size for a recurrent
-network, and steps from fast environments are down-weighted. Unless --extensions change that, at
-most one step of each environment in a rollout was chosen by an older policy.
+each environment contributed. Some environments are then still computing a step, which goes into the
+next rollout. So each environment brings at most one step to a rollout that an older policy chose.
+(--extensions can change this.) The uneven experience is cut into mini-batches of equal size for a
+recurrent network, and steps from fast environments are down-weighted.
 
     python ver_ppo.py --env-id pointnav            trains, shows its progress, evaluates
     python ver_ppo.py --help                       explains every option
@@ -152,16 +152,18 @@ class Options:
     # another network: "MODULE:CLASS(KEY=VALUE, ...)", or resnet18, resnet50 (of the papers),
     # controller(file=...) (a planner that steers a trained agent)
     policy: str = "ver_ppo:Policy"
-    # around the training, the innermost first: "MODULE:CLASS(KEY=VALUE, ...)" ..., or overlap
-    # (collects while it learns), async (environments never stop), keep (keeps all checkpoints),
-    # transfer(file=...) (starts from another run's weights), trace(file=...) (writes a timeline)
+    # extensions of the training, each around the one before: "MODULE:CLASS(KEY=VALUE, ...)" ..., or
+    # overlap (collects while it learns), async (environments never stop), keep (keeps all
+    # checkpoints), transfer(file=...) (starts from another run's weights), trace(file=...) (writes
+    # a timeline)
     extensions: tuple[str, ...] = ()
 
     device: str = "auto"  # `cpu`, `cuda`, `cuda:1`, ...; auto: CUDA where there is a GPU
-    # CPU threads while learning; auto: one per core, at most 4; one if others need the cores
+    # CPU threads while learning; auto: one per core, at most 4, but only one thread if other
+    # programs use the cores
     learner_threads: int | Literal["auto"] = "auto"
-    # learn the entropy coefficient so that the entropy stays above this (VER: 0, with continuous
-    # actions)
+    # learn the entropy coefficient so that the entropy stays above this (the VER paper uses 0 for
+    # continuous actions)
     target_entropy: float | None = None
 
     eval_episodes: int = 200  # episodes of the evaluation (0: none)
@@ -171,8 +173,8 @@ class Options:
     runs_dir: str = "runs"  # where run folders are made
     exp_name: str = "ver"  # in the folder's name: {runs-dir}/{env-id}__{exp-name}__{seed}__{time}
     checkpoint_interval: int = 200_000  # steps between checkpoints (the last is always written)
-    # run folder to continue. Its saved options hold, except those that you give here. If it has no
-    # checkpoint yet, give --env-id, too: then a new run begins in it
+    # run folder to continue with its saved options; options that you give here replace them. If the
+    # folder has no checkpoint yet, give --env-id, too: then a new run begins in it
     resume: str | None = None
     env_timeout: float = 300.0  # seconds a step may take; then its worker is restarted
     max_worker_restarts: int = 10  # training stops after more restarts than this within an hour
@@ -205,7 +207,7 @@ def train(run):
         while run.step < run.options.total_timesteps:
             rollout = run.next_rollout(source)  # Collector.collect
             with run.learning() as logs:
-                to_learn = run.advantages(rollout)  # add_advantages; returns the rollout itself
+                to_learn = run.advantages(rollout)  # add_advantages; returns the same rollout
                 logs.update(run.update(to_learn))  # ppo_update
             run.log(rollout, logs)  # also counts run.step and run.version
     run.evaluate()
@@ -290,7 +292,7 @@ class Policy(nn.Module):
     spaces of all parts of an observation, and its `obs_fields` their names, types and shapes. An
     action has `spec.action_dims` dimensions, A, of `spec.action_dtype`. If it is discrete,
     `spec.choices` says how many choices each dimension has. `spec.episode_columns` names the
-    numbers that are kept of an episode: return, length, metrics.
+    numbers that are recorded for each episode: return, length, metrics.
 
     The trainer uses these members: `step`, `sequences`, `auxiliary_loss`, `keep_bounds`,
     `state_shape`, `log_ent_coef`, and `critic`, a `Critic`, which computes all values. To change
@@ -341,9 +343,9 @@ class Policy(nn.Module):
         return FeedForward(in_features, options.hidden_size)
 
     def embed(self, action_BA, unknown_B):
-        """Previous actions -> B x ACTION_FEATURES. Where `unknown_B` (at an episode's first step)
-        there is none: the embedding number 0 if actions are discrete, otherwise a vector of zeros.
-        """
+        """Previous actions -> B x ACTION_FEATURES. At an episode's first step (`unknown_B` is true)
+        there is no previous action. If actions are discrete, row 0 of the table is used. Otherwise
+        zeros take the place of the action."""
         if self.choices:
             token_BA = torch.where(unknown_B[:, None], 0, action_BA + 1)
             columns = zip(self.action_embedding, token_BA.unbind(1))
@@ -431,7 +433,7 @@ class Table:
     def __getitem__(self, column):
         return self.records[column]
 
-    def __getstate__(self):  # pickled without `records`: its numbers would be copied, not shared
+    def __getstate__(self):  # without `records`: in a pickle, its numbers would be copied
         return {name: value for name, value in vars(self).items() if name != "records"}
 
     def __setstate__(self, state):
@@ -447,8 +449,8 @@ class EnvIO(Table):
     needed: nobody reads a row while it is being written.
 
     `unfinished` is set when an action is sent, and cleared once the outcome of the step is in the
-    row. (If the episode has ended, the reset follows.) A worker that starts and finds it set knows
-    that the worker before it died in that step, or before that step.
+    row, before the reset. If a new worker finds it set, the old worker died before it had finished
+    that step.
     """
 
     def __init__(self, spec, num_envs, first_episode=0):
@@ -499,13 +501,12 @@ class Steps(Table):
             ("reward", np.float32),  # with gamma * V(final observation), if it was truncated
             ("done", bool),  # last step of an episode
             ("lost", bool),  # the environment crashed: this step was made up
-            ("episode_stats", float, (len(spec.episode_columns),)),  # of an episode's last step
+            # of the whole episode; filled in only at its last step
+            ("episode_stats", float, (len(spec.episode_columns),)),
             ("began_at", float),  # when the simulator started on the step ...
             ("step_sec", float),  # ... and how long it took
             # for learning
-            # the environment's number; `fill_up` (ver_multigpu.py) adds N for steps of earlier
-            # rollouts
-            ("segment", int),
+            ("segment", int),  # the environment's number (in ver_multigpu.py, + N for older steps)
             ("advantage", np.float32),
             ("norm_advantage", np.float32),  # the same, normalized
             ("returns", np.float32),  # targets of the value
@@ -598,15 +599,14 @@ class Environment:
             finished the step, the episode goes on       lost, since the episode cannot continue
             finished the step, which ended the episode   kept (the reset crashed, for example)
 
-        A lost step truncates its episode at the observation seen last, with reward 0. (At the very
-        first start no step is in flight, and nobody reads what `lose_step` writes. If no step was
-        in flight when the worker died, the environment starts when the next action is sent, and the
-        step of that action is lost.)
+        A lost step truncates its episode at the observation seen last, with reward 0. In two cases
+        no step was in flight. At the very first start, nobody reads what `lose_step` writes. If the
+        environment was idle when its worker died, it starts when the next action arrives. That
+        action was chosen for the episode that is gone, so its step is lost.
         """
         io = self.io
         e = self.number
-        # if the step is unfinished, these two are still those of the step before it
-        ended = io["terminated"][e] or io["truncated"][e]
+        ended = io["terminated"][e] or io["truncated"][e]  # says nothing if the step is unfinished
         if io["unfinished"][e] or not ended:
             lose_step(io, e)
         self.env = make_env(self.options, self.split, self.number)
@@ -740,9 +740,9 @@ class Workers:
         """Start a worker's process, which has every W-th environment: `guarded_worker` runs
         `env_worker`, reports errors, and closes the environments.
 
-        The process gets copies of the Environments. In this process, no simulator is ever made:
-        `env` stays None. So a process that replaces another one begins without one, too, and makes
-        its own.
+        The worker gets copies of the Environments. The main process never makes a simulator: its
+        `env` stays None. So a worker that replaces another one also begins with `env` None, and
+        makes its own simulator.
         """
         mine = {each.number: each for each in self.environments[worker :: self.num_workers]}
         arguments = self.inboxes[worker], self.outbox, mine
@@ -841,10 +841,11 @@ class Collector:
         The rollout has fewer only if `enough` says so.
 
         Each pass: take the environments that have answered, complete their steps, choose and send
-        their next actions. An environment of which this rollout wants no more steps gets no action:
-        it is idle until the next rollout, and its next step is the new policy's. That happens when
-        the rollout is full, and with `nover` and `sync` when the environment has given T steps.
-        Steps in flight at the end stay pending.
+        their next actions. If this rollout needs no more steps of an environment, the environment
+        gets no action. It is idle, and the next policy chooses its action. When the rollout is
+        full, this happens to the environments whose answers were taken last. With `nover` and
+        `sync`, it also happens when an environment has given T steps. Steps in flight at the end
+        stay pending.
         """
         rollout.started_at = time.perf_counter()
         rollout.rows = 0
@@ -882,7 +883,7 @@ class Collector:
         """
         needed = self.options.num_envs if self.options.sampler == "sync" else 1
         began_at = time.perf_counter()
-        self.answered += self.workers.receive(0)  # even if some of the last call are left
+        self.answered += self.workers.receive(0)  # also if answers of the last call are left over
         if len(self.answered) < needed:
             self.answered += self.workers.receive(0.05)
         self.waited_sec += time.perf_counter() - began_at
@@ -981,7 +982,8 @@ class Collector:
         return value_N
 
     def values(self, env_B, obs, first_B):
-        """The policy's values of what these environments show; the arguments of `observe`."""
+        """The policy's value of each environment's observation. Takes the arguments of `observe`.
+        """
         _, value_B, _ = self.policy.step(*self.observe(env_B, obs, first_B))
         return value_B.cpu().numpy()
 
@@ -993,7 +995,7 @@ def rollouts_in_turn(run):
     options = run.options
     device = next(policy.parameters()).device
     # The seed of an episode is made from its number. A resumed run must not repeat an episode, so
-    # its numbers start at run.step: in that many steps, no environment can have ended more episodes
+    # it numbers its episodes from run.step on: before it, there were at most as many episodes
     io = EnvIO(run.spec, options.num_envs, first_episode=run.step)
     capacity = options.rollout_steps
     rollout = Rollout(run.spec, capacity, options.num_envs, policy.state_shape, device)
@@ -1140,10 +1142,10 @@ def update_value_scale(critic, rollout, average):
     """Move the critic's scale towards the size of this rollout's returns.
 
     The scale is the running root mean square of the returns. So rewards of any size are learned
-    equally well, as if they were normalized (Engstrom et al. 2020). All that is stored and logged
-    stays in the environment's units, so values that were stored under an earlier scale need no
-    conversion. One outlier can at most double the scale. (A new scale also changes the values that
-    the network computes, by the same factor. The update that follows corrects this.)
+    equally well, as if they were normalized (Engstrom et al. 2020). Stored values and returns stay
+    in the environment's units, so they need no conversion when the scale changes. Only the loss
+    divides by the scale. One outlier can at most double the scale. (A new scale also changes the
+    values that the network computes, by the same factor. The update that follows corrects this.)
     """
     returns_S = rollout.complete["returns"].astype(float)
     newest = torch.tensor([(returns_S**2).mean()], dtype=torch.float64)
@@ -1255,9 +1257,10 @@ def minibatch_step(policy, optimizer, batch, options, average):
 
 
 def ppo_update(policy, optimizer, rollout, options, average=lambda tensors: None):
-    """Learn from a rollout: --update-epochs passes over its steps, each in --num-minibatches
-    mini-batches, made of the sequences in a new random order. Returns the means of what to log
-    (`mean_logs`, which raises FloatingPointError if no mini-batch has a finite gradient).
+    """Learn from a rollout in --update-epochs passes. Each pass shuffles the sequences, cuts them
+    into --num-minibatches mini-batches, and makes an optimizer step on each. Returns the mean of
+    each logged number (`mean_logs`, which raises FloatingPointError if no mini-batch has a finite
+    gradient).
     """
     update_value_scale(policy.critic, rollout, average)
     # before the first reward, all returns and values are 0, and any unit will do
@@ -1297,8 +1300,8 @@ class Run:
     """
 
     collector_class = Collector
-    # the policy that acts may be at most this many updates older than the one that learns (a step
-    # that was carried over from the last rollout may be older)
+    # how many updates the acting policy may be behind the learning one (carried-over steps are an
+    # exception: they may be older)
     max_lag = 0
     exceptions_that_save = Exception  # after which a checkpoint is written
     folder = None
@@ -1317,7 +1320,7 @@ class Run:
         self.signal = None
         self.threads = LearnerThreads(self.options)
         self.optimizer = self.make_optimizer()
-        # before `restore`, which brings back rates that have decayed
+        # read the first rates now: `restore` overwrites them with decayed ones
         self.learning_rates = [group["lr"] for group in self.optimizer.param_groups]
         self.restore()
         tune_malloc()
@@ -1371,7 +1374,7 @@ class Run:
             return
         self.signal = number
         with contextlib.suppress(OSError):  # stderr may be closed
-            os.write(2, b"\nstopping; once more ends at once\n")
+            os.write(2, b"\nstopping; a second signal ends at once\n")
         for each in (signal.SIGINT, signal.SIGTERM):
             signal.signal(each, signal.SIG_DFL)
 
@@ -1467,7 +1470,7 @@ class Run:
         self.folder.close_bar()
         if self.options.eval_episodes:
             means = report_evaluation(self.policy, self.spec, self.options)
-            if self.step > self.first_step:  # otherwise an earlier process has done the same
+            if self.step > self.first_step:  # otherwise these numbers are in the log already
                 self.folder.write_scalars(means, self.step)
 
     def close(self):
@@ -1641,8 +1644,8 @@ def describe_env(options):
         print(f"observation {key!r} is left out: {kind} is neither numbers nor choices")
     for key, shape in found.obs_shapes.items():
         if len(shape) > 3:
-            advice = "a wrapper that merges dimensions makes it an image"
-            print(f"observation {key!r} of shape {shape} enters as a vector: {advice}")
+            advice = "to treat it as an image, add a wrapper that reduces it to 3 dimensions"
+            print(f"observation {key!r} of shape {shape} is read as a plain vector: {advice}")
     return found
 
 
@@ -1665,7 +1668,7 @@ def try_elsewhere(trial):
     except EOFError:
         process.join(CLOSING_SEC)
         reason = f"its process died (exit code {process.exitcode})"
-        advice = "what it printed is above; with --num-workers 0 it stays in this process"
+        advice = "see its output above; with --num-workers 0 it runs in this process"
         refuse(options, "env_id", f"cannot be used: {reason}; {advice}")
     finally:
         end_process(process, closing_sec)
@@ -1767,7 +1770,7 @@ def check_spaces(spec):
             raise UserError(f"observation {key!r} is {space}: too many choices: {advice}")
     names = spec.episode_columns
     if len(set(names)) < len(names):
-        raise UserError(f'metadata["metrics"] is {spec.metrics}: a name is used twice, or by us')
+        raise UserError(f'metadata["metrics"] is {spec.metrics}: a name is double or reserved')
     continuous = isinstance(spec.action, spaces.Box)
     known = continuous and np.issubdtype(spec.action.dtype, np.floating) and spec.action_dims
     if not known and not isinstance(spec.action, (spaces.Discrete, spaces.MultiDiscrete)):
@@ -1776,13 +1779,13 @@ def check_spaces(spec):
 
 
 def time_steps(trial):
-    """Mean seconds of a step of this environment by random actions, resets included, and how many
-    of them on a CPU. Takes a second. If the environment fails, this stops earlier and does not
+    """Mean seconds of a step with random actions, resets included, and the mean seconds of CPU time
+    of a step. Takes a second. If the environment fails, this stops earlier and does not
     raise, because training can continue after a failure, too. (The result may be too high: at
     first, simulators load scenes, and agents that act at random end episodes soon.)
 
-    The time in which other programs had the core does not count: a simulator that computes on a
-    busy machine is not one that waits.
+    The time in which other programs had the core does not count. Otherwise a simulator on a busy
+    machine would look like one that waits for a GPU, and would get too many workers.
     """
     rng = np.random.default_rng(0)
     dims = trial.spec.action_dims
@@ -1796,8 +1799,8 @@ def time_steps(trial):
             steps += 1
     ended = np.array([time.perf_counter(), time.process_time(), run_delay_sec()])
     step_sec, cpu_sec, delay_sec = (ended - began) / max(1, steps)
-    # Without the delay, but never less than the CPU time. (The CPU time is that of all threads. It
-    # counts at most as much as the time that passed.)
+    # Subtract the delay, but stay above the CPU time. (With several threads, the CPU time can be
+    # larger than the time that passed.)
     undisturbed_sec = max(step_sec - delay_sec, min(cpu_sec, step_sec))
     return float(undisturbed_sec), float(cpu_sec)
 
@@ -1837,13 +1840,13 @@ def count_workers(options, spec):
     if spec.step_sec < CHEAP_STEP_SEC:
         return 0, f"{step}: less than a message to another process"
     cores = count_cores()
-    waits = spec.step_sec / max(spec.cpu_sec, 1e-6)  # 1: never
+    waits = spec.step_sec / max(spec.cpu_sec, 1e-6)  # 1 means that a step never waits
     share = spec.step_sec / (spec.step_sec + INFERENCE_SEC)
     most = min(options.num_envs, MAX_WORKERS)
     workers = min(most, max(1, round(cores * waits * share)))
     if waits > 2 and workers > options.num_envs / 2:
         workers = most  # else some would have two environments, and be half as fast as the rest
-    return workers, f"{step}, of which {1000 * spec.cpu_sec:.2g} ms of a CPU; {cores} cores"
+    return workers, f"{step} ({1000 * spec.cpu_sec:.2g} ms of CPU time); {cores} cores"
 
 
 # --------------------------------------------------------------------------------------- Encoders
@@ -1898,7 +1901,7 @@ class Statistics(nn.Module):
         shape = self.mean_C.shape + (1,) * (x.dim() - 2)
         deviation_C = self.variance_C.clamp(min=1e-12).sqrt()
         x = (x - self.mean_C.view(shape)) / deviation_C.view(shape)
-        return x.clamp(-10, 10)  # a number that was constant so far may begin to change
+        return x.clamp(-10, 10)  # a number that was constant has deviation 0 when it first changes
 
     def take_in(self, x, weight, average):
         """Update the statistics with these observations, and with those of other ranks."""
@@ -2053,7 +2056,8 @@ class EnvironmentFailure(Exception):
 
 
 class NotMade(EnvironmentFailure):
-    """The environment cannot be made. If even the first try failed, there is no second one."""
+    """The environment cannot be made. If its worker has never answered, training ends. Otherwise
+    the worker is started again."""
 
 
 class BadAnswer(EnvironmentFailure):
@@ -2061,15 +2065,15 @@ class BadAnswer(EnvironmentFailure):
 
 
 def process_context():
-    """How processes are started: by a fork server. It is as clean as spawn, but imports torch only
-    once. The fork server ignores signals, which may reach the whole process group, because the main
-    process decides what they do. Raises UserError."""
+    """How processes are started: by a fork server. As with spawn, a process gets nothing of this
+    process's state, but torch is imported only once. A signal may reach the whole process group.
+    The fork server ignores it, and the main process decides what happens. Raises UserError."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["torch", "gymnasium", "tyro", "tqdm"])
     with caught_signals(signal.SIG_IGN):
         try:
             multiprocessing.forkserver.ensure_running()
-        except OSError as error:  # the name of a socket may have 107 characters
+        except OSError as error:  # the name of a socket may have at most 107 characters
             advice = "a shorter folder for temporary files may help: export TMPDIR=/tmp"
             raise UserError(f"processes cannot be started ({error}): {advice}") from None
     return context
@@ -2080,8 +2084,8 @@ def lead_group():
     process is gone, and this process does not end by itself (a simulator hangs), the group is
     killed.
 
-    The fork server ignores signals. A process here catches them and does nothing. If it ignored
-    them, the programs that its simulators start would ignore them, too.
+    This process gets a handler for signals that does nothing. If it ignored them by SIG_IGN, as the
+    fork server does, the programs that its simulators start would inherit that.
     """
     multiprocessing.current_process().daemon = False  # daemons may not have children
     for number in SIGNALS:
@@ -2152,8 +2156,7 @@ def lose_step(io, e):
     io["lost"][e] = True
     io["began_at"][e] = time.perf_counter()
     io["step_sec"][e] = 0.0
-    # the step counts as finished: if the environment crashes again before the answer is sent,
-    # `start` keeps it as it is
+    # mark the step as finished, so that a second crash before the answer does not change this row
     io["unfinished"][e] = False
 
 
@@ -2182,8 +2185,8 @@ def check_shapes(leaves, spec):
 
 
 def check_numbers(kept, leaf, key, spec):
-    """Raise BadAnswer if a part of an observation is not finite, or if the table has not kept it
-    exactly, because its type differs from its space's."""
+    """Raise BadAnswer if a part of an observation is not finite, if its copy in the table differs
+    (its type does not fit the space), or if a choice is outside of the space."""
     space = spec.observations[key]
     good = np.isfinite(kept).all() if kept.dtype.kind == "f" else np.array_equal(kept, leaf)
     if not good or (kept.dtype.kind == "i" and kept not in space):
@@ -2680,7 +2683,7 @@ def load_checkpoint(path):
         number = content["format"]
     except FileNotFoundError:
         raise UserError(f"there is no checkpoint {path}") from None
-    except Exception as error:  # whatever a damaged or hostile file makes of the loader
+    except Exception as error:  # whatever the loader raises for a damaged or hostile file
         kind = type(error).__name__
         raise UserError(f"{path} is not a checkpoint that can be read ({kind})") from None
     if number != CHECKPOINT_FORMAT:
@@ -2773,7 +2776,7 @@ def check_moments(optimizer):
         for part in state.values():
             same_kind = torch.is_tensor(part) and part.dim() == weight.dim()
             if same_kind and part.shape != weight.shape:
-                raise ValueError("its state is of other weights")
+                raise ValueError("its state does not match the weights")
 
 
 def lock_folder(folder):
@@ -2906,8 +2909,8 @@ def lstm_step(lstm, x_BF, state_B):
 
 def lstm_sequences(lstm, packed, memory):
     """An nn.LSTM over a PackedSequence: output M x H. On a CPU, PyTorch's LSTM is much faster if
-    all sequences have the same length, so they are padded to it. But if padding makes more than
-    about five times as many steps, it costs more than it gains."""
+    all sequences have the same length, so all are padded to the longest. But if padding makes more
+    than about five times as many steps, it costs more than it gains."""
     padded_steps = len(packed.batch_sizes) * int(packed.batch_sizes[0])
     if packed.data.device.type != "cpu" or padded_steps > 5 * len(packed.data):
         out, _ = lstm(packed, memory)
@@ -2923,9 +2926,10 @@ class LearnerThreads:
     Threads wait for each other many times in an update, so one that has lost its core to another
     program holds all of them up. Then one thread alone is faster. So after an update in which the
     main thread had to wait for its core for a tenth of the time, one thread makes the next 10
-    updates. (The run's own workers also finish their steps meanwhile, but that takes less than a
-    tenth.) With GOMP_SPINCOUNT=1000, a thread that waits for another one soon sleeps, instead of
-    using its core in a busy loop. Otherwise, the first such update could take minutes.
+    updates. (The run's own workers also use the cores while they finish their last steps, but for
+    less than a tenth of the time.) With GOMP_SPINCOUNT=1000, a thread that waits for another one
+    soon sleeps, instead of using its core in a busy loop. Otherwise, the first such update could
+    take minutes.
     """
 
     def __init__(self, options):
@@ -3033,8 +3037,8 @@ def find(text, option):
     """The thing that `module:name(key=value, ...)` names, and the arguments in its brackets.
 
     Imports the module, and returns its attribute of that name. For --env-id, the module registers
-    environments, and Gymnasium's specification of that id is returned; without a module, it is one
-    that Gymnasium knows. Raises UserError.
+    its environments, and Gymnasium's specification of the id is returned. Without a module,
+    Gymnasium must know the id. Raises UserError.
 
     >>> find("math:prod(start=2, name=a/b.pt)", "--policy")
     (<built-in function prod>, {'start': 2, 'name': 'a/b.pt'})
@@ -3045,8 +3049,8 @@ def find(text, option):
     try:
         advice = "must be MODULE:NAME"
         if option == "--env-id":
-            advice = "an environment of a package is named package:Id-v0; one that a program"
-            advice += " registers itself needs --num-workers 0"
+            advice = "write package:Id-v0 for an environment of a package; if your own program"
+            advice += " registers it, use --num-workers 0"
         home = importlib.import_module(module) if module else None
         found = gym.spec(name) if option == "--env-id" else getattr(home, name)
     except (Exception, SystemExit) as error:  # whatever the module's own code raises
@@ -3098,7 +3102,7 @@ def extend(run_class, options):
             # as `class NAME(extension, run_class)` with these attributes
             run_class = type(run_class.__name__, (extension, run_class), arguments)
         except TypeError:
-            reason = "is there already, or cannot come after the ones before it"
+            reason = "is there twice, or must come earlier"
             raise UserError(f"--extensions {text}: {reason}") from None
     return run_class
 
@@ -3205,7 +3209,7 @@ def check_foreign(text, name):
     module, colon, _ = short.rpartition(":")
     if short in ALIASES or (name == "env_id" and not colon):
         return
-    found = None  # of Python's own modules, which are refused below
+    found = None  # stays None for Python's own modules: they are not imported, and refused below
     parts = module.split(".")
     if parts[0] not in {*sys.stdlib_module_names, "test"} and "__main__" not in parts:
         found, _ = find(text, option)
@@ -3259,7 +3263,7 @@ def parse_options(argv, kind=Options):
         doors = {name: getattr(options, name) for name in DOORS}
         doors = {k: [text] if isinstance(text, str) else list(text) for k, text in doors.items()}
     except (KeyError, AttributeError, TypeError):
-        raise UserError(f"{path} is not a checkpoint that can be read (its options)") from None
+        raise UserError(f"the options in the checkpoint {path} cannot be read") from None
     named = [text for texts in doors.values() for text in texts]
     print(f"{path} names code that is imported: {ascii(named)[1:-1]}")
     for name, texts in doors.items():
@@ -3303,7 +3307,7 @@ def main(argv=None, kind=Options, launch=launch):
 
 
 if __name__ == "__main__":
-    # as a module: in __main__, all classes would exist twice, and other processes look in `ver_ppo`
+    # otherwise all classes would exist twice, in `__main__` and in `ver_ppo`, where workers look
     from ver_ppo import main
 
     sys.exit(main())

@@ -1014,7 +1014,8 @@ def test_an_optimizer_of_other_weights(tmp_path, capsys):
     """torch tells them by their order: other shapes would be written beyond the end of memory."""
     folder = run_here(tmp_path, f"{CARTPOLE} 64")
     args = ["--resume", str(folder), "--policy", "tests.test_faults:Reordered"]
-    one_line(capsys, args, "belongs to another optimizer or network: its state is of other weights")
+    reason = "its state does not match the weights"
+    one_line(capsys, args, f"belongs to another optimizer or network: {reason}")
 
 
 def test_full_shared_memory(tmp_path, monkeypatch, capsys):

@@ -845,7 +845,7 @@ def test_no_gpu_twice(monkeypatch, uuids, refused):
         rank=0, size=4, gather=lambda gpu: [gpu, *uuids[1:]], agree=lambda failure: None
     )
     with (
-        pytest.raises(ver_ppo.UserError, match="4 ranks need as many GPUs, and have 3")
+        pytest.raises(ver_ppo.UserError, match="4 ranks need 4 GPUs, and there are 3")
         if refused
         else contextlib.nullcontext()
     ):

@@ -197,7 +197,7 @@ def test_metrics_of_other_shapes():
         with pytest.raises(ver_ppo.BadAnswer, match="success"):
             ver_ppo.read_metrics(info, spec)
     spec = ver_ppo.EnvSpec(gym.spaces.Discrete(2), gym.spaces.Discrete(2), ("length",))
-    with pytest.raises(ver_ppo.UserError, match="used twice, or by us"):
+    with pytest.raises(ver_ppo.UserError, match="a name is double or reserved"):
         ver_ppo.check_spaces(spec)
 
 

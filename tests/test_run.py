@@ -582,7 +582,7 @@ def test_first_line(tmp_path, capsys, monkeypatch):
     measured, told = [
         line for line in capsys.readouterr().out.splitlines() if "environments, workers: " in line
     ]
-    figures = r"a step takes 2 ms, of which 1.9 ms of a CPU; 2 cores"
+    figures = r"a step takes 2 ms \(1.9 ms of CPU time\); 2 cores"
     assert re.search(rf": ver, 4 environments, workers: 2 \({figures}\), ", measured)
     assert "4 environments, workers: 3 (--num-workers), " in told
 
@@ -604,7 +604,7 @@ BAD_INPUT = {
     "--device abacus": "abacus",
     "--device meta": "meta: cannot be used",
     "--env-id tests.quitter:Env-v0": "--env-id tests.quitter:Env-v0 cannot be found (SystemExit",
-    "--env-id minigird/Empty-v0": "an environment of a package is named package:Id-v0",
+    "--env-id minigird/Empty-v0": "write package:Id-v0 for an environment of a package",
     "--wrappers wrap.Noise": "--wrappers wrap.Noise cannot be found",
     "--wrappers FrameStack": "must be MODULE:NAME",
     "--policy tests.envs:Typo": "--policy tests.envs:Typo cannot be found (AttributeError",
@@ -616,7 +616,7 @@ BAD_INPUT = {
     "--extensions json:dumps": "must be a subclass of ver_ppo.Run",
     "--extensions overlap(speed=3)": "there is no speed, it takes []",
     "--extensions trace(path=3)": "there is no path, it takes ['file']",
-    "--extensions overlap async overlap": "is there already",
+    "--extensions overlap async overlap": "is there twice",
     "--extensions trace(file=/nowhere/trace.json)": "/nowhere/trace.json cannot be written",
     "--extensions transfer": "give a checkpoint",
     "--num-minibatches 65": "must be at most --num-steps x --num-envs = 64",
