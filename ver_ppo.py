@@ -4,8 +4,8 @@ Simulators are slow and uneven, and a trainer that steps N of them in lock-step 
 slowest. VER does not wait: the environments that have answered form the next inference batch. A
 rollout ends when S = T x N steps are complete (--num-steps times --num-envs), no matter how many
 each environment contributed. Some environments are then still computing a step, which goes into the
-next rollout. So each environment brings at most one step to a rollout that an older policy chose.
-(--extensions can change this.) The uneven experience is cut into mini-batches of equal size for a
+next rollout. So in each rollout, an older policy chose at most one step of each environment. (Some
+--extensions allow more.) The uneven experience is cut into mini-batches of equal size for a
 recurrent network, and steps from fast environments are down-weighted.
 
     python ver_ppo.py --env-id pointnav            trains, shows its progress, evaluates
@@ -23,13 +23,13 @@ The processes and what passes between them (section 2.1, figure 2 of the paper):
               ^ |                                    |   ... until S steps are complete, then    |
       actions | | answers                            | add_advantages, mini-batches, PPO         |
               | v                                    +-------------------------------------------+
-    [ EnvIO, shared memory: ] -- observation ---> [ pending: N steps, ] --+
-    [ a row per environment ] <-- action -------- [ a row of each     ]   +--> [ rollout: S steps ]
+    [ EnvIO, shared memory: ] -- observation ---> [ pending, a row    ] --+
+    [ a row per environment ] <-- action -------- [ per environment   ]   +--> [ rollout: S steps ]
                |                                                          |
                +-- reward, whether the episode ended ---------------------+
 
-The numbers of the rows travel through pipes: one pipe to each worker, and one pipe back that all
-workers share. Actions, observations and rewards stay in shared memory.
+Only row indices travel through pipes: one pipe to each worker, and one pipe back that all workers
+share. Actions, observations and rewards stay in shared memory.
 
 A *step* begins when inference chooses an action and sends it. From then on it is *in flight*, in
 its environment's row of `pending`, until the main process takes the environment's answer: reward,
@@ -37,13 +37,13 @@ whether the episode ended, next observation. That completes the step, which move
 row of the rollout. The environment gets its next action at once, unless this rollout wants no more
 of its steps. Then it is *idle* until the next rollout. The *version* of a policy is the number of
 updates before it. A *segment* is everything that one environment gave to a rollout, in time order.
-A segment is cut where an episode begins, and the pieces are *sequences*.
+A segment is cut where an episode begins, and the parts are *sequences*.
 
 The last letters of a name are the dimensions: action_BA is B x A, log_prob_B has B numbers. If
 there are more dimensions, only the first ones are named: state_B is B x rows x H. The main letters
 are N environments, S steps of a rollout, Q sequences, M steps of a mini-batch and B any batch
-(env_B: the numbers of B environments). Also H hidden units, L layers, F features, C channels, and
-A dimensions of an action.
+(env_B: the indices of B environments). Also H hidden units, L layers, F features (with or without
+those of the previous action), C channels, and A dimensions of an action.
 
 Errors: UserError means that the user made a mistake. EnvironmentFailure means that an environment
 raised, hung or died. BadAnswer is a kind of EnvironmentFailure: an environment returned something
@@ -145,17 +145,17 @@ class Options:
 
     # --------------------------------------------------------------------- beyond the lesson
     env_kwargs: tuple[str, ...] = ()  # KEY=VALUE ...: the environment's own keyword arguments
-    # around each environment, the innermost first: "MODULE:NAME(KEY=VALUE, ...)" ..., or
+    # wrappers around each environment, the innermost first: "MODULE:NAME(KEY=VALUE, ...)" ..., or
     # action_delay (actions come a step late), latency(mean_ms=20) (steps sleep),
-    # resize(height=84, width=84) (smaller images), hide(indices=(1,3)) (drops numbers)
+    # resize(height=84, width=84) (smaller images), hide(indices=(1,3)) (sets these entries to 0)
     wrappers: tuple[str, ...] = ()
     # another network: "MODULE:CLASS(KEY=VALUE, ...)", or resnet18, resnet50 (of the papers),
     # controller(file=...) (a planner that steers a trained agent)
     policy: str = "ver_ppo:Policy"
-    # extensions of the training, each around the one before: "MODULE:CLASS(KEY=VALUE, ...)" ..., or
-    # overlap (collects while it learns), async (environments never stop), keep (keeps all
-    # checkpoints), transfer(file=...) (starts from another run's weights), trace(file=...) (writes
-    # a timeline)
+    # subclasses of `Run` that change the training, each on top of the one before:
+    # "MODULE:CLASS(KEY=VALUE, ...)" ..., or overlap (collects while it learns), async (environments
+    # never stop), keep (keeps all checkpoints), transfer(file=...) (starts from another run's
+    # weights), trace(file=...) (writes a timeline)
     extensions: tuple[str, ...] = ()
 
     device: str = "auto"  # `cpu`, `cuda`, `cuda:1`, ...; auto: CUDA where there is a GPU
@@ -173,8 +173,8 @@ class Options:
     runs_dir: str = "runs"  # where run folders are made
     exp_name: str = "ver"  # in the folder's name: {runs-dir}/{env-id}__{exp-name}__{seed}__{time}
     checkpoint_interval: int = 200_000  # steps between checkpoints (the last is always written)
-    # run folder to continue with its saved options; options that you give here replace them. If the
-    # folder has no checkpoint yet, give --env-id, too: then a new run begins in it
+    # continue the run in this folder. Its saved options are used, except those that you give on the
+    # command line. If it has no checkpoint yet, give --env-id, too: then a new run begins in it
     resume: str | None = None
     env_timeout: float = 300.0  # seconds a step may take; then its worker is restarted
     max_worker_restarts: int = 10  # training stops after more restarts than this within an hour
@@ -232,7 +232,8 @@ class LSTM(nn.LSTM):
     The recurrent state of an environment is a tensor of `state_rows` x H numbers, all zero at an
     episode's start. For an LSTM of L layers, the first L rows are the hidden states, and the next L
     rows are the cell states.
-    `lstm_step` and `lstm_sequences`, in Speed, compute the same as `nn.LSTM`, faster on a CPU.
+    `lstm_step` and `lstm_sequences`, in the section Speed at the end of this file, compute the same
+    as `nn.LSTM`, faster on a CPU.
     """
 
     @property
@@ -288,11 +289,11 @@ class Critic(nn.Linear):
 class Policy(nn.Module):
     """Encoders, embedding of the previous action, core, action head and value head (VER section 4).
 
-    `spec` (`EnvSpec`, after the lesson) describes the environment. Its `observations` are the
-    spaces of all parts of an observation, and its `obs_fields` their names, types and shapes. An
-    action has `spec.action_dims` dimensions, A, of `spec.action_dtype`. If it is discrete,
-    `spec.choices` says how many choices each dimension has. `spec.episode_columns` names the
-    numbers that are recorded for each episode: return, length, metrics.
+    `spec` (`EnvSpec`, after the lesson) describes the environment. `spec.observations` holds the
+    space of each part of an observation, and `spec.obs_fields` the name, type and shape of each
+    part. An action is A = `spec.action_dims` numbers of type `spec.action_dtype`. If it is
+    discrete, `spec.choices` says how many choices each dimension has. `spec.episode_columns` names
+    the numbers that are recorded for each episode: return, length, metrics.
 
     The trainer uses these members: `step`, `sequences`, `auxiliary_loss`, `keep_bounds`,
     `state_shape`, `log_ent_coef`, and `critic`, a `Critic`, which computes all values. To change
@@ -371,8 +372,8 @@ class Policy(nn.Module):
     def step(self, obs, prev_action_BA, first_B, state_B):
         """One step of each of B environments: distribution, value_B and the state after the step.
 
-        `state_B` must be zero where `first_B`. `Collector.observe` sees to that, so that the
-        rollout stores the very state that was used.
+        `state_B` must be zero where `first_B` is true. `Collector.observe` sees to that, so that
+        the rollout stores the very state that was used.
         """
         x_BF = self.encode(obs, prev_action_BA, first_B)
         core_BH, after_B = self.core.step(x_BF, state_B)
@@ -396,9 +397,9 @@ class Policy(nn.Module):
 
     @torch.no_grad()
     def keep_bounds(self):
-        """After every step of the optimizer: bring parameters back into their bounds. The deviation
-        of actions needs one: if the environment clips actions, a wider distribution costs nothing,
-        and an entropy bonus would widen it forever."""
+        """After every step of the optimizer: bring parameters back into their bounds. The standard
+        deviation of actions needs an upper bound: if the environment clips actions, a wider
+        distribution costs nothing, and an entropy bonus would widen it forever."""
         if self.log_ent_coef.requires_grad:
             self.log_ent_coef.clamp_(*map(math.log, ENT_COEF_RANGE))
         if not self.choices:
@@ -490,7 +491,7 @@ class Steps(Table):
             # from inference
             ("env", int),
             ("version", int),  # of the policy that chose the action
-            ("first", bool),  # first step of an episode: the memory was reset before it
+            ("first", bool),  # first step of an episode: it began with a recurrent state of zeros
             ("prev_action", *action),
             ("action", *action),
             ("log_prob", np.float32),
@@ -506,7 +507,9 @@ class Steps(Table):
             ("began_at", float),  # when the simulator started on the step ...
             ("step_sec", float),  # ... and how long it took
             # for learning
-            ("segment", int),  # the environment's number (in ver_multigpu.py, + N for older steps)
+            # the environment's number. `fill_up` in ver_multigpu.py adds steps of earlier rollouts:
+            # these are a second segment of the environment, with the number e + N
+            ("segment", int),
             ("advantage", np.float32),
             ("norm_advantage", np.float32),  # the same, normalized
             ("returns", np.float32),  # targets of the value
@@ -599,10 +602,13 @@ class Environment:
             finished the step, the episode goes on       lost, since the episode cannot continue
             finished the step, which ended the episode   kept (the reset crashed, for example)
 
-        A lost step truncates its episode at the observation seen last, with reward 0. In two cases
-        no step was in flight. At the very first start, nobody reads what `lose_step` writes. If the
-        environment was idle when its worker died, it starts when the next action arrives. That
-        action was chosen for the episode that is gone, so its step is lost.
+        *Lost* means that the true answer is gone, and a made-up one takes its place: reward 0, and
+        the episode is truncated at the observation seen last. The step stays in the rollout.
+
+        Two special cases. At the very first start there is no step, and nobody reads what
+        `lose_step` writes. If the environment was idle when its worker died, it starts only when
+        its next action arrives. That action was chosen for the old episode, which is gone, so this
+        new step is lost.
         """
         io = self.io
         e = self.number
@@ -704,10 +710,11 @@ def is_due(num_answered, num_environments, sec):
     """Whether a worker should send the answers that it has now, before it steps its other
     environments. Asked after every answer.
 
-    `num_answered` answers are not sent yet, and the worker has `num_environments`. After 2 ms the
-    worker sends the answers if half of its environments have answered. Inference then computes
-    their next actions while the worker steps the other half: double-buffered sampling (Sample
-    Factory, section 3.2). After a second it sends whatever it has; otherwise it would seem to hang.
+    The worker has `num_environments`, and `num_answered` answers that are not sent yet. `sec` have
+    passed since it began, or sent answers last. If these are 2 ms or more, it sends when the
+    answers are those of half of its environments. Inference then computes their next actions while
+    the worker steps the other half: double-buffered sampling (Sample Factory, section 3.2). After a
+    second it sends whatever it has; otherwise it would seem to hang.
     """
     return sec > 1.0 or (sec > 0.002 and 2 * num_answered >= num_environments)
 
@@ -773,11 +780,11 @@ class Workers:
         return answered
 
     def replace(self, worker, reason):
-        """Start a worker's process again; its environments that owe an answer start in it. Returns
-        the environments whose answers were in the common pipe."""
+        """Start a new process for a worker. The environments that still owe an answer start again
+        there. Returns the environments whose answers were in the common pipe."""
         end_process(self.processes[worker], 0)
         self.supervisor.note_restart(worker, reason)
-        # before `owed`, so that answers which the old process had sent are not asked for again
+        # read first, and ask `owed` below: what the old process has answered is no longer owed
         answered = self.read(0)
         inbox = self.inboxes[worker]
         while inbox.poll():  # commands that the old process had not read yet
@@ -841,11 +848,9 @@ class Collector:
         The rollout has fewer only if `enough` says so.
 
         Each pass: take the environments that have answered, complete their steps, choose and send
-        their next actions. If this rollout needs no more steps of an environment, the environment
-        gets no action. It is idle, and the next policy chooses its action. When the rollout is
-        full, this happens to the environments whose answers were taken last. With `nover` and
-        `sync`, it also happens when an environment has given T steps. Steps in flight at the end
-        stay pending.
+        their next actions. In two cases an environment gets no action, and becomes idle: its answer
+        was one of the last, which filled the rollout; or, with `nover` and `sync`, it has given its
+        T steps. The next policy then chooses its action. Steps in flight at the end stay pending.
         """
         rollout.started_at = time.perf_counter()
         rollout.rows = 0
@@ -883,7 +888,8 @@ class Collector:
         """
         needed = self.options.num_envs if self.options.sampler == "sync" else 1
         began_at = time.perf_counter()
-        self.answered += self.workers.receive(0)  # also if answers of the last call are left over
+        # always look for new answers, even if some of the last call are left over
+        self.answered += self.workers.receive(0)
         if len(self.answered) < needed:
             self.answered += self.workers.receive(0.05)
         self.waited_sec += time.perf_counter() - began_at
@@ -995,7 +1001,7 @@ def rollouts_in_turn(run):
     options = run.options
     device = next(policy.parameters()).device
     # The seed of an episode is made from its number. A resumed run must not repeat an episode, so
-    # it numbers its episodes from run.step on: before it, there were at most as many episodes
+    # its numbers begin at run.step: in so many steps, there cannot have been more episodes
     io = EnvIO(run.spec, options.num_envs, first_episode=run.step)
     capacity = options.rollout_steps
     rollout = Rollout(run.spec, capacity, options.num_envs, policy.state_shape, device)
@@ -1049,8 +1055,9 @@ def importance_weights(env_S, num_envs):
 
     An environment that gave K_e of the S steps was sampled K_e / S of the time instead of 1 / N.
     Therefore each of its steps has the weight min(1, (S / N) / K_e). Slow environments are not
-    weighted up, so the mean weight is at most 1. With many GPUs, a rollout may end with fewer than
-    N steps. Then S / N would be below 1, and 1 is used: an environment with one step has weight 1.
+    weighted up, so the mean weight is at most 1. S is here the number of steps that the rollout
+    really has. With many GPUs, it may be below N. Then 1 takes the place of S / N, so that an
+    environment with one step has weight 1.
 
     >>> importance_weights(np.array([0, 0, 0, 0, 1, 2]), num_envs=3)
     array([0.5, 0.5, 0.5, 0.5, 1. , 1. ], dtype=float32)
@@ -1143,9 +1150,10 @@ def update_value_scale(critic, rollout, average):
 
     The scale is the running root mean square of the returns. So rewards of any size are learned
     equally well, as if they were normalized (Engstrom et al. 2020). Stored values and returns stay
-    in the environment's units, so they need no conversion when the scale changes. Only the loss
-    divides by the scale. One outlier can at most double the scale. (A new scale also changes the
-    values that the network computes, by the same factor. The update that follows corrects this.)
+    in the environment's units, so they need no conversion when the scale changes. Only learning
+    divides by the scale: the value loss always, and advantages without --norm-adv. One outlier can
+    at most double the scale. (If the scale grows by 10 %, all values that the network computes grow
+    by 10 %, too. The optimizer steps that follow bring them back.)
     """
     returns_S = rollout.complete["returns"].astype(float)
     newest = torch.tensor([(returns_S**2).mean()], dtype=torch.float64)
@@ -1420,12 +1428,12 @@ class Run:
         return 0.5 * (1 + math.cos(math.pi * progress))
 
     def update(self, rollout):
-        """The policy learns from a rollout; so do the statistics by which encoders normalize.
-        Returns what to log."""
+        """Update the policy from a rollout. Then update the running statistics with which encoders
+        normalize observations. Returns what to log."""
         decay = self.decay()
         for group, rate in zip(self.optimizer.param_groups, self.learning_rates):
             group["lr"] = rate * decay
-        self.policy.train()  # otherwise, `update_statistics` does nothing
+        self.policy.train()  # `update_statistics` works only in training mode
         logs = ppo_update(self.policy, self.optimizer, rollout, self.options, self.average)
         update_statistics(self.policy, rollout, decay, self.average)
         self.policy.eval()
@@ -1470,7 +1478,8 @@ class Run:
         self.folder.close_bar()
         if self.options.eval_episodes:
             means = report_evaluation(self.policy, self.spec, self.options)
-            if self.step > self.first_step:  # otherwise these numbers are in the log already
+            # no new step: a finished run was resumed, and its log has an evaluation already
+            if self.step > self.first_step:
                 self.folder.write_scalars(means, self.step)
 
     def close(self):

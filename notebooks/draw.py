@@ -285,7 +285,7 @@ def whole():
         for column in range(len(names)):
             block(33 + 5 * column, 42 - 4 * env, 4.8, 3, kind)
     axis.text(58.5, 43.5, "in flight", fontsize=9, va="center")
-    axis.text(58.5, 35.5, "idle (old)", fontsize=9, va="center")
+    axis.text(58.5, 35.5, "idle", fontsize=9, va="center")
     words(33, 29, "one row for each environment:\nwhat is known when its action is chosen")
 
     title(74, 51.5, "rollout", "Rollout")
@@ -305,11 +305,12 @@ def whole():
             for step in range(length):
                 block(x + 2.6 * step, 12.4 - 4 * row, 2.4, 3, colors[env])
             x += 2.6 * length + 0.8
-    words(42, 6.6, "sequences (steps of one environment and\nepisode) are shuffled, laid end to end, and\ncut into equal mini-batches: here the two rows")
+    what = "sequences (steps of one environment and\nepisode) are shuffled, laid end to end, and"
+    words(42, 6.6, f"{what}\ncut into equal mini-batches: here the two rows")
 
     title(3, 21.5, "learning", "ppo_update  ppo_loss")
     block(3, 10, 24, 6.5, DARK, "encoder → LSTM → π, V")
-    words(3, 8.6, "many processes (ranks): gradients are\naveraged; a slow rank stops early")
+    words(3, 8.6, "many processes (ranks) average gradients;\na slow rank stops collecting early")
     functions = "Ranks.average  optimal_preemption"
     axis.text(3, 2, functions, fontsize=9, family="monospace", color=DARK)
 
