@@ -4,8 +4,8 @@ Simulators are slow and uneven, and a trainer that steps N of them in lock-step 
 slowest. VER does not wait: the environments that have answered form the next inference batch. A
 rollout ends when S = T x N steps are complete (--num-steps times --num-envs), no matter how many
 each environment contributed. Some environments are then still computing a step, which goes into the
-next rollout. So in each rollout, an older policy chose at most one step of each environment. (Some
---extensions allow more.) The uneven experience is cut into mini-batches of equal size for a
+next rollout. So at most one step of each environment in a rollout was chosen by an older policy.
+(Some --extensions allow more.) The uneven experience is cut into mini-batches of equal size for a
 recurrent network, and steps from fast environments are down-weighted.
 
     python ver_ppo.py --env-id pointnav            trains, shows its progress, evaluates
@@ -34,10 +34,10 @@ share. Actions, observations and rewards stay in shared memory.
 A *step* begins when inference chooses an action and sends it. From then on it is *in flight*, in
 its environment's row of `pending`, until the main process takes the environment's answer: reward,
 whether the episode ended, next observation. That completes the step, which moves to the next free
-row of the rollout. The environment gets its next action at once, unless this rollout wants no more
-of its steps. Then it is *idle* until the next rollout. The *version* of a policy is the number of
-updates before it. A *segment* is everything that one environment gave to a rollout, in time order.
-A segment is cut where an episode begins, and the parts are *sequences*.
+row of the rollout. Then the environment gets its next action at once. If this rollout wants no more
+of its steps, the environment is *idle* until the next rollout. The *version* of a policy is the
+number of updates before it. A *segment* is everything that one environment gave to a rollout, in
+time order. A segment is cut where an episode begins, and the parts are *sequences*.
 
 The last letters of a name are the dimensions: action_BA is B x A, log_prob_B has B numbers. If
 there are more dimensions, only the first ones are named: state_B is B x rows x H. The main letters
@@ -227,7 +227,8 @@ def orthogonal(layer, gain=math.sqrt(2)):
 
 
 class LSTM(nn.LSTM):
-    """The core of a policy: the part that remembers. Every core has these three members.
+    """The core of a policy: the part that remembers. Every core has the members `state_rows`,
+    `step` and `sequences`.
 
     The recurrent state of an environment is a tensor of `state_rows` x H numbers, all zero at an
     episode's start. For an LSTM of L layers, the first L rows are the hidden states, and the next L
@@ -291,7 +292,7 @@ class Policy(nn.Module):
 
     `spec` (`EnvSpec`, after the lesson) describes the environment. `spec.observations` holds the
     space of each part of an observation, and `spec.obs_fields` the name, type and shape of each
-    part. An action is A = `spec.action_dims` numbers of type `spec.action_dtype`. If it is
+    part. An action consists of A = `spec.action_dims` numbers of type `spec.action_dtype`. If it is
     discrete, `spec.choices` says how many choices each dimension has. `spec.episode_columns` names
     the numbers that are recorded for each episode: return, length, metrics.
 
@@ -311,8 +312,8 @@ class Policy(nn.Module):
         if self.choices:
             tables = [nn.Embedding(1 + n, ACTION_FEATURES) for n in self.choices]  # 0: no action
             self.action_embedding = nn.ModuleList(tables)
-            # one row of logits for each of the A dimensions, all as long as the longest; the mask
-            # hides the rest of a row
+            # each of the A dimensions has a row of logits, as long as the most choices; the mask
+            # hides the logits that a dimension does not use
             most = max(self.choices)
             used = torch.arange(most) < torch.tensor(self.choices)[:, None]
             # with -inf, the gradient of the entropy would be NaN
@@ -354,8 +355,8 @@ class Policy(nn.Module):
         return self.action_embedding(action_BA * ~unknown_B[:, None])
 
     def encode(self, obs, prev_action_BA, first_B):
-        """Everything that does not depend on memory -> B x in_features of the core. Where
-        `first_B`, there is no previous action."""
+        """The input of the core, B x in_features: all features that need no memory. Where `first_B`
+        is true, there is no previous action."""
         features = [encoder(obs) for encoder in self.encoders]
         return torch.cat([*features, self.embed(prev_action_BA, first_B)], dim=1)
 
@@ -499,7 +500,7 @@ class Steps(Table):
             ("inference_at", float),  # when its inference began (time.perf_counter) ...
             ("sent_at", float),  # ... and its action was sent
             # from the environment's answer, when the step moves to a rollout; unused in `pending`
-            ("reward", np.float32),  # with gamma * V(final observation), if it was truncated
+            ("reward", np.float32),  # plus gamma * V(final observation), if truncated here
             ("done", bool),  # last step of an episode
             ("lost", bool),  # the environment crashed: this step was made up
             # of the whole episode; filled in only at its last step
@@ -507,8 +508,9 @@ class Steps(Table):
             ("began_at", float),  # when the simulator started on the step ...
             ("step_sec", float),  # ... and how long it took
             # for learning
-            # the environment's number. `fill_up` in ver_multigpu.py adds steps of earlier rollouts:
-            # these are a second segment of the environment, with the number e + N
+            # the step's segment: here simply the environment's number. (Only ver_multigpu.py has
+            # others: `fill_up` adds older steps, which must not be joined to the new ones, after
+            # all advantages are computed)
             ("segment", int),
             ("advantage", np.float32),
             ("norm_advantage", np.float32),  # the same, normalized
@@ -537,7 +539,7 @@ class Rollout(Steps):
         self.capacity = capacity
         self.num_envs = num_envs
         self.rows = 0
-        # of each environment: the value of what follows its last step
+        # V(observation after the environment's last step in this rollout), for each environment
         self.bootstrap = np.zeros(num_envs, np.float32)
         self.started_at = 0.0  # when collecting started (time.perf_counter) ...
         self.ended_at = 0.0  # ... and ended,
@@ -596,19 +598,22 @@ class Environment:
     def start(self):
         """Make the environment, and answer with its first observation.
 
-        If it takes the place of one that crashed, this answer also completes the step in flight:
+        A worker that dies takes all its environments with it. Some of them may have finished their
+        step, but the worker had not sent their numbers yet. A new worker starts them again, and
+        this first answer also completes the step in flight. What happens to that step depends on
+        how far the old environment came:
 
-            crashed in the step, or before it            the step is lost
-            finished the step, the episode goes on       lost, since the episode cannot continue
-            finished the step, which ended the episode   kept (the reset crashed, for example)
+            it did not finish the step                   the step is lost
+            it did, and the episode had not ended        lost, since the episode cannot continue
+            it did, and the step ended the episode       kept (the reset crashed, for example)
 
         *Lost* means that the true answer is gone, and a made-up one takes its place: reward 0, and
         the episode is truncated at the observation seen last. The step stays in the rollout.
 
         Two special cases. At the very first start there is no step, and nobody reads what
-        `lose_step` writes. If the environment was idle when its worker died, it starts only when
-        its next action arrives. That action was chosen for the old episode, which is gone, so this
-        new step is lost.
+        `lose_step` writes. If the environment owed no answer when its worker died, it starts only
+        when its next action arrives. That action was chosen for the old episode, which is gone, so
+        this new step is lost.
         """
         io = self.io
         e = self.number
@@ -710,9 +715,9 @@ def is_due(num_answered, num_environments, sec):
     """Whether a worker should send the answers that it has now, before it steps its other
     environments. Asked after every answer.
 
-    The worker has `num_environments`, and `num_answered` answers that are not sent yet. `sec` have
-    passed since it began, or sent answers last. If these are 2 ms or more, it sends when the
-    answers are those of half of its environments. Inference then computes their next actions while
+    The worker has `num_environments`, and `num_answered` answers that are not sent yet. `sec` is
+    the time since it began, or since it last sent answers. Once 2 ms have passed, it sends as soon
+    as half of its environments have answered. Inference then computes their next actions while
     the worker steps the other half: double-buffered sampling (Sample Factory, section 3.2). After a
     second it sends whatever it has; otherwise it would seem to hang.
     """
@@ -784,7 +789,7 @@ class Workers:
         there. Returns the environments whose answers were in the common pipe."""
         end_process(self.processes[worker], 0)
         self.supervisor.note_restart(worker, reason)
-        # read first, and ask `owed` below: what the old process has answered is no longer owed
+        # read the pipe before `owed`: environments whose answers are in it must not start again
         answered = self.read(0)
         inbox = self.inboxes[worker]
         while inbox.poll():  # commands that the old process had not read yet
@@ -848,9 +853,10 @@ class Collector:
         The rollout has fewer only if `enough` says so.
 
         Each pass: take the environments that have answered, complete their steps, choose and send
-        their next actions. In two cases an environment gets no action, and becomes idle: its answer
-        was one of the last, which filled the rollout; or, with `nover` and `sync`, it has given its
-        T steps. The next policy then chooses its action. Steps in flight at the end stay pending.
+        their next actions. In two cases an environment gets no action, and becomes idle: the
+        rollout became full in this pass, or with `nover` and `sync` the environment has given its T
+        steps. The policy of the next rollout chooses its action. Steps in flight at the end stay
+        pending.
         """
         rollout.started_at = time.perf_counter()
         rollout.rows = 0
@@ -959,7 +965,8 @@ class Collector:
 
         A truncated episode would have continued. Its last reward gets the discounted value of the
         final observation (Pardo et al. 2018), computed with the memory of that episode, which
-        `state_N` still holds. After this, `done` need not tell the two kinds of ends apart.
+        `state_N` still holds. So GAE can treat terminated and truncated episodes alike, and one
+        column, `done`, is enough for both.
         """
         io = self.io
         rollout.copy(row_B, self.pending, env_B)
@@ -1001,7 +1008,8 @@ def rollouts_in_turn(run):
     options = run.options
     device = next(policy.parameters()).device
     # The seed of an episode is made from its number. A resumed run must not repeat an episode, so
-    # its numbers begin at run.step: in so many steps, there cannot have been more episodes
+    # its episode numbers begin at run.step. The old run made run.step steps, so none of its
+    # environments had more episodes than that
     io = EnvIO(run.spec, options.num_envs, first_episode=run.step)
     capacity = options.rollout_steps
     rollout = Rollout(run.spec, capacity, options.num_envs, policy.state_shape, device)
@@ -1192,7 +1200,7 @@ def ppo_loss(distribution, value_M, batch, log_ent_coef, options):
     `batch` holds M old actions, log-probabilities, normalized advantages, returns and weights, and
     `scale`, the unit in which values are learned. Without --target-entropy, the entropy coefficient
     exp(log_ent_coef) is fixed. With it, the coefficient is learned under the constraint entropy >=
-    target (VER section 4): it grows while the plain mean of the entropy is below the target.
+    target (VER section 4): it grows while the mean entropy, without weights, is below the target.
     """
     weight_M = batch["weight"]
     advantage_M = batch["norm_advantage"]
@@ -1478,7 +1486,7 @@ class Run:
         self.folder.close_bar()
         if self.options.eval_episodes:
             means = report_evaluation(self.policy, self.spec, self.options)
-            # no new step: a finished run was resumed, and its log has an evaluation already
+            # not if a finished run was resumed: its log has an evaluation already
             if self.step > self.first_step:
                 self.folder.write_scalars(means, self.step)
 
