@@ -1863,7 +1863,7 @@ def count_workers(options, spec):
     workers = min(most, max(1, round(cores * waits * share)))
     if waits > 2 and workers > options.num_envs / 2:
         workers = most  # else some would have two environments, and be half as fast as the rest
-    return workers, f"{step} ({1000 * spec.cpu_sec:.2g} ms of CPU time); {cores} cores"
+    return workers, f"{step}, {1000 * spec.cpu_sec:.2g} ms of CPU time; {cores} cores"
 
 
 # --------------------------------------------------------------------------------------- Encoders

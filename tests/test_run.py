@@ -582,7 +582,7 @@ def test_first_line(tmp_path, capsys, monkeypatch):
     measured, told = [
         line for line in capsys.readouterr().out.splitlines() if "environments, workers: " in line
     ]
-    figures = r"a step takes 2 ms \(1.9 ms of CPU time\); 2 cores"
+    figures = r"a step takes 2 ms, 1.9 ms of CPU time; 2 cores"
     assert re.search(rf": ver, 4 environments, workers: 2 \({figures}\), ", measured)
     assert "4 environments, workers: 3 (--num-workers), " in told
 
