@@ -34,10 +34,10 @@ share. Actions, observations and rewards stay in shared memory.
 A *step* begins when inference chooses an action and sends it. From then on it is *in flight*, in
 its environment's row of `pending`, until the main process takes the environment's answer: reward,
 whether the episode ended, next observation. That completes the step, which moves to the next free
-row of the rollout. Then the environment gets its next action at once. If this rollout wants no more
-of its steps, the environment is *idle* until the next rollout. The *version* of a policy is the
-number of updates before it. A *segment* is everything that one environment gave to a rollout, in
-time order. A segment is cut where an episode begins, and the parts are *sequences*.
+row of the rollout. Then the environment usually gets its next action at once. But if this rollout
+wants no more of its steps, it gets none, and is *idle* until the next rollout. The *version* of a
+policy is the number of updates before it. A *segment* is everything that one environment gave to a
+rollout, in time order. A segment is cut where an episode begins, and the parts are *sequences*.
 
 The last letters of a name are the dimensions: action_BA is B x A, log_prob_B has B numbers. If
 there are more dimensions, only the first ones are named: state_B is B x rows x H. The main letters
@@ -312,8 +312,8 @@ class Policy(nn.Module):
         if self.choices:
             tables = [nn.Embedding(1 + n, ACTION_FEATURES) for n in self.choices]  # 0: no action
             self.action_embedding = nn.ModuleList(tables)
-            # each of the A dimensions has a row of logits, as long as the most choices; the mask
-            # hides the logits that a dimension does not use
+            # each of the A dimensions has a row of logits. All rows have the same length, the
+            # largest number of choices. The mask hides the logits that a dimension does not use
             most = max(self.choices)
             used = torch.arange(most) < torch.tensor(self.choices)[:, None]
             # with -inf, the gradient of the entropy would be NaN
@@ -503,14 +503,14 @@ class Steps(Table):
             ("reward", np.float32),  # plus gamma * V(final observation), if truncated here
             ("done", bool),  # last step of an episode
             ("lost", bool),  # the environment crashed: this step was made up
-            # of the whole episode; filled in only at its last step
+            # of the whole episode; valid only at its last step (`done`)
             ("episode_stats", float, (len(spec.episode_columns),)),
             ("began_at", float),  # when the simulator started on the step ...
             ("step_sec", float),  # ... and how long it took
             # for learning
-            # the step's segment: here simply the environment's number. (Only ver_multigpu.py has
-            # others: `fill_up` adds older steps, which must not be joined to the new ones, after
-            # all advantages are computed)
+            # the number of the step's segment: in this file, the environment's number. In
+            # ver_multigpu.py, once all advantages are computed, `fill_up` adds older steps. They
+            # get other numbers, so that they are not joined to the new steps
             ("segment", int),
             ("advantage", np.float32),
             ("norm_advantage", np.float32),  # the same, normalized
@@ -599,9 +599,10 @@ class Environment:
         """Make the environment, and answer with its first observation.
 
         A worker that dies takes all its environments with it. Some of them may have finished their
-        step, but the worker had not sent their numbers yet. A new worker starts them again, and
-        this first answer also completes the step in flight. What happens to that step depends on
-        how far the old environment came:
+        step, but the worker had not sent their numbers yet. A new worker makes every environment
+        again that still owes an answer. The answer, with the first observation of a new episode,
+        also completes the step in flight. What happens to that step depends on how far the old
+        environment came:
 
             it did not finish the step                   the step is lost
             it did, and the episode had not ended        lost, since the episode cannot continue
@@ -818,9 +819,9 @@ class Workers:
 class Collector:
     """Collects rollouts with a policy, and remembers what passes from one rollout to the next.
 
-    `enough` is a function of the number of complete steps. It says whether a rollout ends early:
-    after a signal, or with many GPUs, when the other processes should not wait any longer for this
-    one (preemption, in ver_multigpu.py).
+    `enough` is a function of the number of complete steps. It says whether a rollout ends early.
+    There are two reasons: a signal came, or (only with many GPUs) the other processes should not
+    wait any longer for this one. The second is preemption, in ver_multigpu.py.
     """
 
     def __init__(self, policy, workers, io, spec, options, enough=lambda rows: False):
@@ -1008,8 +1009,8 @@ def rollouts_in_turn(run):
     options = run.options
     device = next(policy.parameters()).device
     # The seed of an episode is made from its number. A resumed run must not repeat an episode, so
-    # its episode numbers begin at run.step. The old run made run.step steps, so none of its
-    # environments had more episodes than that
+    # its episode numbers begin at run.step. That is the number of steps of all environments
+    # together: one environment has begun far fewer episodes
     io = EnvIO(run.spec, options.num_envs, first_episode=run.step)
     capacity = options.rollout_steps
     rollout = Rollout(run.spec, capacity, options.num_envs, policy.state_shape, device)
@@ -1059,7 +1060,7 @@ def compute_advantages(segment_S, reward_S, value_S, done_S, bootstrap, gamma, g
 
 def importance_weights(env_S, num_envs):
     """Truncated importance weights for the biased sampling of environments (VER section 4, which
-    prints no formula; table A1 "Max VER IS").
+    prints no formula; in table A1, "Max VER IS", the maximum of importance sampling).
 
     An environment that gave K_e of the S steps was sampled K_e / S of the time instead of 1 / N.
     Therefore each of its steps has the weight min(1, (S / N) / K_e). Slow environments are not
@@ -1159,9 +1160,9 @@ def update_value_scale(critic, rollout, average):
     The scale is the running root mean square of the returns. So rewards of any size are learned
     equally well, as if they were normalized (Engstrom et al. 2020). Stored values and returns stay
     in the environment's units, so they need no conversion when the scale changes. Only learning
-    divides by the scale: the value loss always, and advantages without --norm-adv. One outlier can
-    at most double the scale. (If the scale grows by 10 %, all values that the network computes grow
-    by 10 %, too. The optimizer steps that follow bring them back.)
+    uses the scale: errors in the value loss are always divided by it, and advantages only without
+    --norm-adv. One outlier can at most double the scale. (If the scale grows by 10 %, all values
+    that the network computes grow by 10 %, too. The optimizer steps that follow bring them back.)
     """
     returns_S = rollout.complete["returns"].astype(float)
     newest = torch.tensor([(returns_S**2).mean()], dtype=torch.float64)
@@ -1200,7 +1201,8 @@ def ppo_loss(distribution, value_M, batch, log_ent_coef, options):
     `batch` holds M old actions, log-probabilities, normalized advantages, returns and weights, and
     `scale`, the unit in which values are learned. Without --target-entropy, the entropy coefficient
     exp(log_ent_coef) is fixed. With it, the coefficient is learned under the constraint entropy >=
-    target (VER section 4): it grows while the mean entropy, without weights, is below the target.
+    target (VER section 4): it grows while the mean entropy (without the steps' weights) is below
+    the target.
     """
     weight_M = batch["weight"]
     advantage_M = batch["norm_advantage"]
@@ -1399,8 +1401,8 @@ class Run:
         return rollouts_in_turn(self)
 
     def enough(self, rows=0):
-        """Whether a rollout with this many rows ends early, because of a signal. As `collect` asks
-        this in every pass, it also moves the progress bar."""
+        """Whether a rollout with this many rows ends early, because of a signal. `collect` calls
+        this in every pass, so this function also moves the progress bar."""
         self.folder.progress(self.step + rows)
         return self.signal is not None
 
@@ -1475,7 +1477,7 @@ class Run:
 
     def save(self):
         """Write a checkpoint, unless this process has written one at this step. Raises OSError if
-        that fails, as on a full disk; the checkpoint before stays."""
+        that fails, for example on a full disk. The previous checkpoint is kept."""
         if self.saved_step == self.step:
             return
         self.folder.write_checkpoint(run_state(self))

@@ -294,8 +294,8 @@ def whole():
         block(74 + 4 * (index % 6), 41.5 - 4 * (index // 6), 3.8, 3.6, colors[env], str(index))
     words(74, 36, "exactly S = T·N complete steps,\nmore of the faster environments")
 
-    title(74, 21.5, "returns", "compute_advantages")
-    words(74, 17, "GAE ends with the episode, or\ncontinues with the bootstrap value")
+    title(74, 21.5, "returns", "add_advantages")
+    words(74, 17, "GAE stops where an episode ends.\nAt the rollout's end, it bootstraps")
 
     title(42, 21.5, "sequences, mini-batches", "find_sequences  cut_minibatches  pack")
     pieces = (((2, 2), (0, 4)), ((0, 1), (1, 3), (3, 2)))  # (environment, steps): two mini-batches
