@@ -630,7 +630,7 @@ BAD_INPUT = {
     "--wrappers no_such_module:Wrapper": "no_such_module",
     "--wrappers gymnasium.wrappers:NoSuch": "NoSuch",
     f"{NORMALIZED}Observation": "RescaleObservation(min_obs=-1, max_obs=1)",
-    f"{NORMALIZED}Reward": "use nothing",
+    f"{NORMALIZED}Reward": "leave it out",
     "--wrappers gymnasium.wrappers:TimeLimit": "max_episode_steps",
     "--wrappers gymnasium.wrappers:TimeLimit(steps=3)": "max_episode_steps",
     "--wrappers gymnasium.wrappers:TimeLimit(3)": "(KEY=VALUE, ...)",
