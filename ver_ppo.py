@@ -42,12 +42,12 @@ rollout, in time order. A segment is cut where an episode begins, and the parts 
 The last letters of a name are the dimensions: action_BA is B x A, log_prob_B has B numbers. If
 there are more dimensions, only the first ones are named: state_B is B x rows x H. The main letters
 are N environments, S steps of a rollout, Q sequences, M steps of a mini-batch and B any batch
-(env_B: the indices of B environments). Also H hidden units, L layers, F features (with or without
-those of the previous action), C channels, and A dimensions of an action.
+(env_B: the indices of B environments). The others are H hidden units, L layers, F features (with
+or without those of the previous action), C channels, and A dimensions of an action.
 
-Errors: UserError means that the user made a mistake. EnvironmentFailure means that an environment
-raised, hung or died. BadAnswer is a kind of EnvironmentFailure: an environment returned something
-that is not allowed, such as NaN.
+Errors: UserError means something that the user can fix. EnvironmentFailure means that an
+environment raised, hung or died. BadAnswer is a kind of EnvironmentFailure: an environment returned
+something that is not allowed, such as NaN.
 
 The file down to "End of the lesson" is VER: options, the training loop, and its parts in the order
 in which a step needs them. Each section after that adds something that a real run needs, can be
@@ -232,9 +232,8 @@ class LSTM(nn.LSTM):
 
     The recurrent state of an environment is a tensor of `state_rows` x H numbers, all zero at an
     episode's start. For an LSTM of L layers, the first L rows are the hidden states, and the next L
-    rows are the cell states.
-    `lstm_step` and `lstm_sequences`, in the section Speed at the end of this file, compute the same
-    as `nn.LSTM`, faster on a CPU.
+    rows are the cell states. `lstm_step` and `lstm_sequences`, in the section Speed after the
+    lesson, compute the same as `nn.LSTM`, faster on a CPU.
     """
 
     @property
@@ -374,7 +373,7 @@ class Policy(nn.Module):
         """One step of each of B environments: distribution, value_B and the state after the step.
 
         `state_B` must be zero where `first_B` is true. `Collector.observe` sees to that, so that
-        the rollout stores the very state that was used.
+        the rollout stores exactly the state that was used.
         """
         x_BF = self.encode(obs, prev_action_BA, first_B)
         core_BH, after_B = self.core.step(x_BF, state_B)
@@ -585,8 +584,9 @@ class Environment:
         self.length = 0
 
     def answer(self):
-        """Start when asked for the first time, then step. Raises EnvironmentFailure, which says
-        where the environment raised, or gave something that is not allowed."""
+        """The first call starts the environment; every later call makes a step. Raises
+        EnvironmentFailure, which says where the environment raised, or gave something that is not
+        allowed."""
         try:
             if self.env is None:
                 self.start()
@@ -599,17 +599,17 @@ class Environment:
         """Make the environment, and answer with its first observation.
 
         A worker that dies takes all its environments with it. Some of them may have finished their
-        step, but the worker had not sent their numbers yet. A new worker makes every environment
-        again that still owes an answer. The answer, with the first observation of a new episode,
-        also completes the step in flight. What happens to that step depends on how far the old
-        environment came:
+        step, but the worker had not sent their numbers yet. If an environment still owes an answer,
+        a new worker makes it again. The answer, with the first observation of a new episode, also
+        completes the step in flight. What happens to that step depends on how far the old
+        environment had got:
 
             it did not finish the step                   the step is lost
             it did, and the episode had not ended        lost, since the episode cannot continue
             it did, and the step ended the episode       kept (the reset crashed, for example)
 
-        *Lost* means that the true answer is gone, and a made-up one takes its place: reward 0, and
-        the episode is truncated at the observation seen last. The step stays in the rollout.
+        *Lost* means that a made-up answer takes the place of the true one: reward 0, and the
+        episode is truncated at the observation seen last. The step stays in the rollout.
 
         Two special cases. At the very first start there is no step, and nobody reads what
         `lose_step` writes. If the environment owed no answer when its worker died, it starts only
@@ -753,9 +753,9 @@ class Workers:
         """Start a worker's process, which has every W-th environment: `guarded_worker` runs
         `env_worker`, reports errors, and closes the environments.
 
-        The worker gets copies of the Environments. The main process never makes a simulator: its
-        `env` stays None. So a worker that replaces another one also begins with `env` None, and
-        makes its own simulator.
+        The worker gets copies of the Environments. The main process never makes a simulator: in its
+        own Environments, `env` stays None. So a worker that replaces another one also gets copies
+        without a simulator, and makes its own.
         """
         mine = {each.number: each for each in self.environments[worker :: self.num_workers]}
         arguments = self.inboxes[worker], self.outbox, mine
@@ -1003,14 +1003,14 @@ class Collector:
 
 
 def rollouts_in_turn(run):
-    """Yield rollouts without end: this process collects one, then its caller learns from it, in
-    turn (VER appendix A.1)."""
+    """Yield rollouts without end. This process alternates: it collects a rollout here, and then the
+    code that asked for it learns from it (VER appendix A.1)."""
     policy = run.policy
     options = run.options
     device = next(policy.parameters()).device
     # The seed of an episode is made from its number. A resumed run must not repeat an episode, so
-    # its episode numbers begin at run.step. That is the number of steps of all environments
-    # together: one environment has begun far fewer episodes
+    # its episode numbers begin at run.step. That counts the steps of all environments together. One
+    # environment has begun far fewer episodes, so no number is used twice
     io = EnvIO(run.spec, options.num_envs, first_episode=run.step)
     capacity = options.rollout_steps
     rollout = Rollout(run.spec, capacity, options.num_envs, policy.state_shape, device)
@@ -1059,8 +1059,8 @@ def compute_advantages(segment_S, reward_S, value_S, done_S, bootstrap, gamma, g
 
 
 def importance_weights(env_S, num_envs):
-    """Truncated importance weights for the biased sampling of environments (VER section 4, which
-    prints no formula; in table A1, "Max VER IS", the maximum of importance sampling).
+    """Truncated importance weights for the biased sampling of environments. VER section 4 describes
+    them without a formula. Their maximum is in table A1, as "Max VER IS" (importance sampling).
 
     An environment that gave K_e of the S steps was sampled K_e / S of the time instead of 1 / N.
     Therefore each of its steps has the weight min(1, (S / N) / K_e). Slow environments are not
@@ -1159,10 +1159,11 @@ def update_value_scale(critic, rollout, average):
 
     The scale is the running root mean square of the returns. So rewards of any size are learned
     equally well, as if they were normalized (Engstrom et al. 2020). Stored values and returns stay
-    in the environment's units, so they need no conversion when the scale changes. Only learning
-    uses the scale: errors in the value loss are always divided by it, and advantages only without
-    --norm-adv. One outlier can at most double the scale. (If the scale grows by 10 %, all values
-    that the network computes grow by 10 %, too. The optimizer steps that follow bring them back.)
+    in the environment's units, so they need no conversion when the scale changes. Learning
+    divides by the scale: errors in the value loss always, and advantages only without --norm-adv.
+    One outlier can at most double the scale. (The critic multiplies its output by the scale. So if
+    the scale grows by 10 %, all values that the network computes grow by 10 %, too. The optimizer
+    steps that follow bring them back.)
     """
     returns_S = rollout.complete["returns"].astype(float)
     newest = torch.tensor([(returns_S**2).mean()], dtype=torch.float64)
@@ -1313,14 +1314,14 @@ class Run:
         update             learns from a rollout
         decay              the share of the learning rate that is left
         make_optimizer     makes the optimizer
+        max_lag            how many updates the acting policy may be behind the learning one
+        note_signal        records a signal that ends training
         restore            loads the checkpoint of --resume
         open_folder, log, combine, save, evaluate, close    write logs and checkpoints
     """
 
     collector_class = Collector
-    # how many updates the acting policy may be behind the learning one (carried-over steps are an
-    # exception: they may be older)
-    max_lag = 0
+    max_lag = 0  # carried-over steps are an exception: they may be older
     exceptions_that_save = Exception  # after which a checkpoint is written
     folder = None
 
@@ -1387,12 +1388,12 @@ class Run:
     def note_signal(self, number, _frame):
         """Record the first signal. It ends training: after the update that is being made, or at
         once while collecting (that rollout is dropped). A second Ctrl-C or SIGTERM kills the
-        process. A second SIGHUP changes nothing, because a terminal that closes may send two."""
+        process. Any other second signal changes nothing: a terminal that closes may send two."""
         if self.signal:
             return
         self.signal = number
         with contextlib.suppress(OSError):  # stderr may be closed
-            os.write(2, b"\nstopping; a second signal ends at once\n")
+            os.write(2, b"\nstopping; a second Ctrl-C or SIGTERM ends the program at once\n")
         for each in (signal.SIGINT, signal.SIGTERM):
             signal.signal(each, signal.SIG_DFL)
 
@@ -1476,8 +1477,9 @@ class Run:
         return rollout.rows, logs, finished_episodes(rollout)
 
     def save(self):
-        """Write a checkpoint, unless this process has written one at this step. Raises OSError if
-        that fails, for example on a full disk. The previous checkpoint is kept."""
+        """Write a checkpoint in place of the previous one, unless this process has written one at
+        this step. Raises OSError if that fails, for example on a full disk. Then the previous
+        checkpoint is still there."""
         if self.saved_step == self.step:
             return
         self.folder.write_checkpoint(run_state(self))
