@@ -55,7 +55,7 @@ from ver_ppo import Collector, EnvironmentFailure, Interrupted, RunFolder, UserE
 @dataclass(frozen=True)
 class Options(ver_ppo.Options):
     """Train with VER on each of many GPUs (or CPU processes) and average their gradients (DD-PPO).
-    Start with torchrun. --num-envs and all sizes of a rollout are those of one rank,
+    Start with torchrun. --num-envs and all sizes of a rollout are those of one rank.
     --total-timesteps counts the steps of all ranks."""
 
     # when the rollouts of all ranks end. optimal: when that gives the most steps per second,
@@ -210,9 +210,9 @@ def connect(host, port, is_master, timeout_sec):
 
 def agree_on_start(store, rank, size, timeout_sec):
     """A name for this start of all ranks. With --max-restarts the store outlives the ranks, and
-    still holds keys of a start that died. So for each rank, rank 0 deletes the key, which may be
-    old, and waits until it is there again. The living rank writes it again and again, until rank 0
-    answers with the name."""
+    still holds keys of a start that died. Each rank r writes the key `rank r`, with a random id of
+    its own, again and again. Rank 0 deletes this key, which may be old, and waits until it is there
+    again: then rank r is alive. Rank 0 answers under that id, with the name of this start."""
     own = uuid.uuid4().hex
     until = time.monotonic() + timeout_sec
     if rank == 0:
@@ -223,7 +223,7 @@ def agree_on_start(store, rank, size, timeout_sec):
         return own
     while not store.check([f"answer to {own}"]) and time.monotonic() < until:
         store.set(f"rank {rank}", own)
-        time.sleep(0.05 + size / 1000)  # all together, some thousand times a second at most
+        time.sleep(0.05 + size / 1000)  # all ranks together, at most 1,000 times a second
     return store.get(f"answer to {own}").decode()
 
 
@@ -276,12 +276,13 @@ def step_seconds(rollout, quota, known_N):
     """Every environment's mean seconds per step, until it had given its `quota` or the rollout
     ended.
 
-    With `ver`, hardly any environment reaches its quota. The first step may have begun before this
-    rollout, and the last one may not be complete at its end. With many steps these two errors
-    cancel. With few steps the result can be too small, so there are two corrections. First, an
-    environment's time is at least the sum of its simulator's own step times. Second, if it gave no
-    step, its seconds per step are at least the last known value (`known_N`), and at least the
-    length of this rollout (`mean_seconds`).
+    With `ver`, hardly any environment reaches its quota. Its first step may have begun before this
+    rollout: this makes the result too small. Its last step may be in flight at the rollout's end:
+    this makes the result too large. With many steps these two errors nearly cancel. With few steps
+    the result can be too small, so there are two corrections. First, an environment's time is at
+    least the sum of its simulator's own step times. Second, if it gave no step, its seconds per
+    step are at least the last known value (`known_N`), and at least the length of this rollout
+    (`mean_seconds`).
     """
     steps = rollout.complete
     given_N = np.bincount(steps["env"], minlength=rollout.num_envs)
@@ -293,8 +294,9 @@ def step_seconds(rollout, quota, known_N):
 
 
 def mean_seconds(spent_N, given_N, known_N):
-    """Seconds per step of environments that gave this many steps in this time; bound 2 of
-    `step_seconds` for those that gave none. Never 0, since rates are computed from it."""
+    """Seconds per step of environments that gave this many steps in this time. Environments that
+    gave none get the second correction of `step_seconds`. Never 0, since rates are computed from
+    it."""
     mean_N = spent_N / np.maximum(given_N, 1)
     step_sec_N = np.where(given_N > 0, mean_N, np.maximum(known_N, spent_N))
     return np.maximum(step_sec_N, 1e-9)
@@ -373,7 +375,7 @@ class RankRun(ver_ppo.Run):
         begin_alike(self.ranks, self)
 
     def open_folder(self):
-        """Rank 0 makes the folder; on the other ranks it is silent."""
+        """Rank 0 makes the folder. The RunFolder of other ranks writes and prints nothing."""
         if self.ranks.rank:
             return RunFolder(self.options, self.step, silent=True)
         folder = super().open_folder()
@@ -533,7 +535,8 @@ def reduce_logs(logs_R):
 
 
 def check_gpus(ranks, options):
-    """Raise UserError, in all ranks, if one has no such device, or two have the same GPU."""
+    """Raise UserError, in all ranks, if one rank does not have the device that --device names, or
+    if two ranks have the same GPU."""
     gpu = f"rank {ranks.rank}"
     failure = None
     try:
@@ -576,7 +579,8 @@ def interrupted_run():
 
 
 def main(argv=None, kind=Options, launch=launch):
-    """Command line, as ver_ppo.main. Only the first rank of each machine prints."""
+    """Command line, as ver_ppo.main. Only the first rank of each machine prints, except failures.
+    """
     argv = sys.argv[1:] if argv is None else argv
     local_rank = int(os.environ.get("LOCAL_RANK", "0")) if "RANK" in os.environ else 0
     if torch.cuda.is_available():

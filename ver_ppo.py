@@ -1643,7 +1643,7 @@ def to_env_action(space, action_A):
 
 def derive_seed(*numbers):
     """A seed made of several numbers. It has 31 bits, so that every simulator accepts it, even one
-    that stores seeds as signed int of C."""
+    that stores seeds in a signed C int."""
     return int(np.random.SeedSequence(numbers).generate_state(1)[0] >> 1)
 
 
@@ -1712,8 +1712,8 @@ def trial_worker(trial, outbox):
 
 
 def try_env(trial):
-    """Make one environment, look at its spaces, take a step as in training, and with --num-workers
-    auto time some more. Returns its EnvSpec; raises UserError.
+    """Make one environment, look at its spaces, and take a step as in training. If --num-workers is
+    `auto`, also measure the time of some more steps. Returns its EnvSpec; raises UserError.
 
     `trial` is an Environment without `spec` and `io`: these follow once the spaces are known.
     """
@@ -1791,7 +1791,7 @@ def check_spaces(spec):
             raise UserError(f"observation {key!r} is {space}: too many choices: {advice}")
     names = spec.episode_columns
     if len(set(names)) < len(names):
-        raise UserError(f'metadata["metrics"] is {spec.metrics}: a name is double or reserved')
+        raise UserError(f'metadata["metrics"] is {spec.metrics}: a name is twice there or reserved')
     continuous = isinstance(spec.action, spaces.Box)
     known = continuous and np.issubdtype(spec.action.dtype, np.floating) and spec.action_dims
     if not known and not isinstance(spec.action, (spaces.Discrete, spaces.MultiDiscrete)):
@@ -1956,8 +1956,8 @@ def update_statistics(policy, rollout, weight, average):
 
 
 class Image(nn.Module):
-    """An image as B x channels x height x width. uint8 is scaled to 0..1. Both uint8 and unbounded
-    numbers are normalized."""
+    """An image as B x channels x height x width. uint8 is scaled to 0..1. Both uint8 and numbers
+    that `may_be_large` are normalized."""
 
     def __init__(self, key, space):
         super().__init__()
@@ -2057,7 +2057,7 @@ def build_encoders(spec, hidden_size):
 # `Supervisor`, `process_context`, `share_memory`, `end_process`, `check_process`, `caught_signals`,
 # `Interrupted` and `check_rollout`.
 
-# a terminal that closes sends SIGHUP; SLURM sends SIGUSR1 or 2 before it ends a job
+# a terminal that closes sends SIGHUP; SLURM can send SIGUSR1 or 2 before it ends a job (--signal)
 SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2
 CLOSING_SEC = 5
 BAD_ANSWER_STATUS = 3  # with which a worker process exits
@@ -2138,7 +2138,7 @@ def share_memory(tensors):
     free = shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else math.inf
     if needed > free:
         needs = f"{needed / 2**20:.0f} MiB of shared memory are needed"
-        advice = "enlarge it (docker run --shm-size), or take less of --num-envs and --num-steps"
+        advice = "enlarge it (docker run --shm-size), or use a smaller --num-envs or --num-steps"
         raise UserError(f"{needs} and /dev/shm has {free / 2**20:.0f}: {advice}")
     for tensor in tensors:
         tensor.share_memory_()
@@ -2150,7 +2150,7 @@ def tell(text):
     if rank is None:
         tqdm.write(text, file=sys.stderr)
     else:
-        # sys.stderr: only the first rank of a machine prints there
+        # not sys.stderr: only the first rank of a machine prints there
         tqdm.write(f"rank {rank}: {text}", file=sys.__stderr__)
 
 
@@ -2244,13 +2244,13 @@ class Restarts:
 
 class TorchState:
     """The global settings of torch that an environment's code could change: the random generator,
-    the default type, and whether gradients are kept. Environments in the trainer's process have
+    the default type, and whether gradients are recorded. Environments in the trainer's process have
     settings of their own."""
 
     def __init__(self, options, episode):
         seed = derive_seed(SEED_OF_INLINE, options.seed, episode)
         generator = torch.Generator().manual_seed(seed)
-        # random state, default type, whether gradients are kept
+        # random state, default type, whether gradients are recorded
         self.state = generator.get_state(), torch.get_default_dtype(), True
 
     @contextlib.contextmanager
@@ -2428,8 +2428,8 @@ def caught_signals(handler):
 
 
 def check_rollout(rollout, version, lag=0):
-    """Assert every invariant of a rollout (--debug), collected by a policy of this version or at
-    most `lag` before it."""
+    """With --debug: assert every invariant of a rollout. The policy that collected it has this
+    version, or one that is at most `lag` updates older."""
     steps = rollout.complete
     carried_S = steps["sent_at"] < rollout.started_at
     carried = steps["env"][carried_S]
@@ -2663,8 +2663,8 @@ def play_episodes(policy, spec, options):
 
 
 def report_evaluation(policy, spec, options, path=None):
-    """Evaluate, print mean +- standard error of every number. Returns the means to log, if any
-    episode has ended. `path`: a CSV file for the numbers of each episode."""
+    """Evaluate, and print the mean +- standard error of every number. Returns the means to log, if
+    any episode has ended. `path`: a CSV file for the numbers of each episode."""
     names = spec.episode_columns
     began_at = time.perf_counter()
     found = play_episodes(policy, spec, options)
@@ -2674,7 +2674,7 @@ def report_evaluation(policy, spec, options, path=None):
     found = found[~np.isnan(found[:, 0])]
     missing = options.eval_episodes - len(found)
     if missing:
-        tell(f"{missing} episodes did not end within {MOST_EPISODE_STEPS:,} steps and do not count")
+        tell(f"{missing} episodes are missing: some did not end in {MOST_EPISODE_STEPS:,} steps")
         tell(TIME_LIMIT_ADVICE)
     if not len(found):
         return {}
@@ -2908,8 +2908,8 @@ class RunFolder:
 
 
 # ------------------------------------------------------------------------------------------ Speed
-# Adds what makes learning on a CPU faster, measured. The lesson calls `lstm_step`,
-# `lstm_sequences`, `LearnerThreads` and `tune_malloc`.
+# Makes learning on a CPU faster (measured). The lesson calls `lstm_step`, `lstm_sequences`,
+# `LearnerThreads` and `tune_malloc`.
 
 CROWDED_UPDATES = 10
 
@@ -2984,9 +2984,9 @@ def run_delay_sec():
 def tune_malloc():
     """Tell glibc not to give freed memory back to the kernel. Learning is then a sixth faster on a
     CPU: activations come and go with every mini-batch, and new memory costs a page fault for every
-    4 KiB. Also limit the cache of oneDNN, which computes the LSTM on a CPU, and makes code for each
-    size of a mini-batch. It keeps the code of the last 64 sizes (by default 1,024, which take about
-    a gigabyte)."""
+    4 KiB. Also limit the cache of oneDNN, which computes the LSTM on a CPU, and generates code for
+    each size of a mini-batch. It keeps the code of the last 64 sizes (by default 1,024, which take
+    about a gigabyte)."""
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
     trim_threshold = -1
     mmap_threshold = -3
@@ -2997,9 +2997,9 @@ def tune_malloc():
 
 
 # ---------------------------------------------------------------- The command line and its checks
-# Checks all options before anything starts, and reports a bad one in one line. Also loads code that
-# four options name, the *doors*: --env-id with its arguments, --wrappers, --policy, --extensions.
-# Whatever a string names is found by `find`. The lesson calls `check_options` and `build`.
+# Checks all options before anything starts, and reports a bad one in one line. Also loads the code
+# that is named in four options, the *doors*: --env-id with its arguments, --wrappers, --policy,
+# --extensions. `find` finds it. The lesson calls `check_options` and `build`.
 
 ALIASES = {
     "pointnav": "notebooks.environments.pointnav:PointNav-v0",
@@ -3217,8 +3217,8 @@ DOORS = {"env_id": gym.Env, "wrappers": gym.Wrapper, "policy": nn.Module, "exten
 
 
 def check_foreign(text, name):
-    """Raise UserError if a name in a checkpoint is neither one of this project's short names nor a
-    class of the expected kind.
+    """Raise UserError if a name in a checkpoint is not one of this project's short names, not a
+    class of the expected kind, and not the id of a Gymnasium environment.
 
     To learn the kind, the module is imported. So it must not be one of Python's own modules, some
     of which do something when they are imported.

@@ -88,7 +88,7 @@ def tasks_table():
         shown = ["success", "spl"] if task.env_id == "pointnav" else ["return"]
         rows.append([task.described, *found_cells(name, shown)])
     lines = table(["task", "seeds", "evaluation: mean (lowest to highest)"], rows)
-    commands_are = "[these commands](notebooks/MEASURED.md#commands-of-the-first-table)"
+    commands_are = "[these commands](notebooks/MEASURED.md#commands-of-the-readmes-first-table)"
     footer = f"200 episodes for each seed, by {commands_are}."
     return [*lines, "", footer]
 
