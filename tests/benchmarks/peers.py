@@ -21,8 +21,8 @@ measured:
 All trainers have the same environment (PointNavSteady of simulators.py), 16 environments, learning
 from 2048 steps in two epochs of two mini-batches, Adam, the same encoders of the observation, an
 LSTM of 128, and a CPU. The learning rate is close to 0, so that all play the uniform policy until
-the end. Each peer except PufferLib has the fastest of several sampling options on two cores. The
-differences:
+the end. Each peer has the fastest of several sampling options on two cores. (For PufferLib, others
+were tried only with `sleeps`.) The differences:
 
 - ver_ppo.py also reads the previous action: its LSTM's input has 224 numbers instead of 192.
 - Sample Factory, and ver_ppo.py with `overlap`, learn while they collect, from experience of older
@@ -76,7 +76,7 @@ VARIANTS = {  # of a peer, on one simulator or on any: a name, and arguments of 
     ("sb3", "computes"): ("subproc-1thread", {"processes": True, "threads": 1}),
     ("sb3", "sleeps"): ("subproc-2thread", {"processes": True, "threads": 2}),
     "pufferlib": ("2x8", {"workers": 2, "batch_envs": 8}),
-    ("pufferlib", "sleeps"): ("16x1", {"workers": 16, "batch_envs": 4}),
+    ("pufferlib", "sleeps"): ("4x4", {"workers": 4, "batch_envs": 8}),
     "habitat_ver": ("1-inference-worker", {"trainer": "ver", "threads": 1}),
     "habitat_ddppo": (
         "double-buffered-1thread",

@@ -28,9 +28,9 @@ d  CartPole-v1, with --num-workers 0, which suits cheap environments, and with w
 
 The bound of a workload is 1 / (c + l), and with overlap 1 / max(c, l). c is the seconds per step
 for collecting and l for learning, the fastest of the round. In a and b, c is the mean time of a
-simulator's step in `ver`, including sleep, / 16. In c and d, it is environment / cores + policy,
-each measured alone in every round. With overlap, all parts share the cores, so a step takes at
-least (environment + policy + learning on one thread) / cores.
+simulator's step in `ver`, including sleep, / 16. In c and d, it is environment / environments that
+are computed at once + policy, each measured alone in every round. With overlap, all parts share the
+cores, so a step takes at least (environment + policy + learning on one thread) / cores.
 
 `habitat` needs habitat-baselines in this Python. FOLDER has datasets/pointnav/SCENE/v1 and
 scene_datasets. There are 4 environments, 128 x 128 depth, T = 32 and a hidden size of 512. The
