@@ -27,7 +27,6 @@ ranks, G groups (ranks or single environments, see `optimal_preemption`).
 """
 
 import contextlib
-import functools
 import io
 import math
 import os
@@ -37,7 +36,6 @@ import time
 import uuid
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Literal
 
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as in ver_ppo.py, before torch is imported
@@ -47,7 +45,7 @@ import torch
 import torch.distributed as dist
 
 import ver_ppo
-from ver_ppo import Collector, EnvironmentFailure, Interrupted, RunFolder, UserError
+from ver_ppo import EnvironmentFailure, Interrupted, UserError
 
 # ---------------------------------------------------------------------------------------- Options
 
@@ -67,96 +65,52 @@ class Options(ver_ppo.Options):
     # can take, plus --env-timeout
     rank_timeout: float = 1800.0
 
-    def __post_init__(self):
-        super().__post_init__()
-        if not 0 < self.sync_frac <= 1:
-            ver_ppo.refuse(self, "sync_frac", "must be above 0 and at most 1")
-        if not 0 < self.rank_timeout < math.inf:
-            ver_ppo.refuse(self, "rank_timeout", "must be a positive number")
-        if self.checkpoint:
-            ver_ppo.refuse(self, "checkpoint", "is evaluated by ver_ppo.py")
-
-
-def local_gpu():
-    """Number of this rank's GPU. A rank usually sees all GPUs of its machine. With some options of
-    srun it sees only its own; then the number is 0."""
-    return int(os.environ.get("LOCAL_RANK", "0")) % max(1, torch.cuda.device_count())
-
-
-class RankFailure(Exception):
-    """Another rank has died or is silent; exit status 1."""
-
 
 # -------------------------------------------------------------------------- What ranks do together
-
 
 class Ranks:
     """The processes that torchrun started, and their collective operations. Without torchrun, there
     is this process alone.
 
     All ranks must call the same collectives in the same order. A collective that fails (a rank has
-    died), or waits longer than --rank-timeout, raises RankFailure. Objects travel by gloo, tensors
+    died), or waits longer than `timeout_sec`, raises RuntimeError. Objects travel by gloo, tensors
     on GPUs by NCCL.
     """
 
     def __init__(self, timeout_sec):
-        needed = "RANK", "MASTER_ADDR", "MASTER_PORT"
-        missing = [name for name in needed if name not in os.environ]
-        if "WORLD_SIZE" in os.environ and missing:
-            advice = "start with torchrun, or give all that torchrun gives"
-            raise UserError(f"WORLD_SIZE is set, but not {', '.join(missing)}: {advice}")
-        launchers = "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"
-        copies = max(int(os.environ.get(name, "1")) for name in launchers)
-        if copies > 1 and "WORLD_SIZE" not in os.environ:
-            advice = "use it to start torchrun instead, once on each machine"
-            raise UserError(f"srun or mpirun has started {copies} copies of one run: {advice}")
-        self.rank = int(os.environ.get("RANK", "0"))
-        self.size = int(os.environ.get("WORLD_SIZE", "1"))
-        if not self.rank < self.size:
-            both = f"RANK is {self.rank}, and WORLD_SIZE {self.size}"
-            raise UserError(f"{both}: start with torchrun, or unset both")
-        self.timeout_sec = timeout_sec
-        self.store = self.call(open_store, timeout_sec)
-        self.start = self.call(agree_on_start, self.store, self.rank, self.size, timeout_sec)
+        timeout = timedelta(seconds=timeout_sec)
+        self.store = dist.HashStore()
+        self.rank = 0
+        self.size = 1
+        if "WORLD_SIZE" in os.environ:
+            self.store, self.rank, self.size = next(dist.rendezvous("env://", timeout=timeout))
+        name = name_start(self.store, self.rank, self.size, timeout_sec)
+        self.store = dist.PrefixStore(name, self.store)
         # without this, an error of NCCL would end the process without a message
         os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
-        self.call(
-            dist.init_process_group,
-            "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
-            store=dist.PrefixStore(f"start {self.start}", self.store),
-            rank=self.rank,
-            world_size=self.size,
-            timeout=timedelta(seconds=timeout_sec),
-        )
-
-    def call(self, function, *args, **more):
-        """function(*args, **more), which waits for other ranks."""
-        try:
-            return function(*args, **more)
-        except RuntimeError as error:
-            silent = f"been silent for {self.timeout_sec:.0f} s (--rank-timeout)"
-            reason = str(error).partition("\n")[0][:200]
-            message = f"rank {self.rank}: another rank has died, or {silent}: {reason}"
-            raise RankFailure(message) from None
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        group = {"store": self.store, "rank": self.rank, "world_size": self.size}
+        dist.init_process_group(backend, timeout=timeout, **group)
 
     def average(self, tensors):
         """Average these tensors over all ranks, in place, in one message (DD-PPO section 3). All
         ranks weigh the same. On CPUs this is as fast as DistributedDataParallel, although that one
         sends gradients already during the backward pass."""
         flat = torch.cat([tensor.flatten() for tensor in tensors])
-        self.call(dist.all_reduce, flat)
+        dist.all_reduce(flat)
         parts = (flat / self.size).split([tensor.numel() for tensor in tensors])
         for tensor, part in zip(tensors, parts):
             tensor.copy_(part.view_as(tensor))
 
-    def broadcast(self, tensor):
-        """Overwrite a tensor with the tensor of rank 0."""
-        self.call(dist.broadcast, tensor.data, 0)
+    def broadcast(self, tensors):
+        """Overwrite tensors with those of rank 0."""
+        for tensor in tensors:
+            dist.broadcast(tensor.data, 0)
 
     def gather(self, thing):
         """The `thing` of every rank, in order of rank."""
         things = [None] * self.size
-        self.call(dist.all_gather_object, things, thing)
+        dist.all_gather_object(things, thing)
         return things
 
     def agree(self, failure):
@@ -166,65 +120,39 @@ class Ranks:
             if known:
                 raise known
 
-    def add(self, version, more):
-        """Add to the counter of a rollout, named by its policy's version, and return it. All ranks
-        see it at any time: this is not a collective."""
-        return self.call(self.store.add, self.counter(version), more)
 
-    def counter(self, version):
-        """The key of a rollout's counter in the store."""
-        return f"start {self.start} rollout {version}"
+def name_start(store, rank, size, timeout_sec):
+    """A name for this start of all ranks. If torchrun starts the ranks again (--max-restarts), or
+    if a process trains twice, the store still holds the keys of the start before.
 
-    def forget(self, version):
-        """Delete the counter of a rollout that all ranks have left."""
-        if self.rank == 0:
-            self.call(self.store.delete_key, self.counter(version))
-
-    def close(self):
-        """Leave the process group. A second call does nothing."""
-        if not dist.is_initialized():
-            return
-        dist.destroy_process_group()
-        # gloo's threads may still hold tensors. If one frees them while Python shuts down, the
-        # process aborts
-        time.sleep(0.1)
-
-
-def open_store(timeout_sec):
-    """The key-value store of torchrun's agent, or of rank 0 if someone else started the ranks."""
-    if "WORLD_SIZE" not in os.environ:
-        return dist.HashStore()
-    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    is_master = os.environ["RANK"] == "0" and not agent
-    return connect(os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], is_master, timeout_sec)
-
-
-@functools.cache  # a process that trains several times (notebooks/extensions) connects once
-def connect(host, port, is_master, timeout_sec):
-    """A connection to the store at this address; with `is_master`, the store itself."""
-    timeout = timedelta(seconds=timeout_sec)
-    return dist.TCPStore(
-        host, int(port), is_master=is_master, wait_for_workers=False, timeout=timeout
-    )
-
-
-def agree_on_start(store, rank, size, timeout_sec):
-    """A name for this start of all ranks. With --max-restarts the store outlives the ranks, and
-    still holds keys of a start that died. Each rank r writes the key `rank r`, with a random id of
-    its own, again and again. Rank 0 deletes this key, which may be old, and waits until it is there
-    again: then rank r is alive. Rank 0 answers under that id, with the name of this start."""
+    Each rank r writes the key `rank r`, with a random id of its own, again and again. Rank 0
+    deletes all these keys, which may be old, and waits until they are there again. Then it answers
+    under each id, with the name of this start.
+    """
     own = uuid.uuid4().hex
-    until = time.monotonic() + timeout_sec
+    others = range(1, size)
     if rank == 0:
-        for other in range(1, size):
+        for other in others:
             store.delete_key(f"rank {other}")
+        for other in others:
             caller = store.get(f"rank {other}").decode()  # waits until it is there again
             store.set(f"answer to {caller}", own)
         return own
+    until = time.monotonic() + timeout_sec
     while not store.check([f"answer to {own}"]) and time.monotonic() < until:
         store.set(f"rank {rank}", own)
         time.sleep(0.05 + size / 1000)  # all ranks together, at most 1,000 times a second
     return store.get(f"answer to {own}").decode()
+
+
+def leave_group():
+    """Leave the process group. A second call does nothing."""
+    if not dist.is_initialized():
+        return
+    dist.destroy_process_group()
+    # gloo's threads may still hold tensors. If one frees them while Python shuts down, the process
+    # aborts
+    time.sleep(0.1)
 
 
 # ------------------------------------------------------------------------------------- Preemption
@@ -323,7 +251,6 @@ def fill_up(learned, rollout):
 NO_LIMIT = 1 << 40  # more than any counter reaches
 PATIENCE = 2.0  # a rollout ends after this multiple of the predicted seconds
 STOP = 1 << 50  # a rank that cannot continue adds this: more than any limit, so all rollouts end
-FOLDER_KEY = "run folder"
 SEED_OF_RANK = 4
 
 
@@ -332,77 +259,35 @@ class RankRun(ver_ppo.Run):
     steps (optimal), or of ranks that are done (threshold). `enough` reads the counter. When it has
     reached `limit`, all rollouts end, full or not."""
 
-    # the ranks raise these at the same place; OSError is not among them, because rank 0 alone may
-    # raise it, when it writes TensorBoard's curves
-    exceptions_that_save = Interrupted, EnvironmentFailure, FloatingPointError
-
     def __init__(self, options):
         self.ranks = Ranks(options.rank_timeout)
+        self.writes = self.ranks.rank == 0
         self.learned = None  # with preemption: the S steps that were learned from last, in order
         self.step_sec_N = np.zeros(options.num_envs)  # of this rank's environments, last known
         quarter = max(1, options.rollout_steps // 4)
         # a rollout with fewer steps is not preempted: 0 steps would have no mean advantage
         self.min_steps = quarter if options.preemption == "threshold" else 1
-        # nobody knows how long the first rollout takes: look at the counter as if it were 0.5 s
-        self.begin_rollout(limit=NO_LIMIT, predicted_sec=0.0, last_rollout_sec=0.5)
+        self.limit = NO_LIMIT
+        self.predicted_sec = 0.0
+        failure = None
         try:
-            self.begin_together(options)  # calls Run.__init__
-        except BaseException:
-            self.close()
-            raise
+            # preemption needs the usual collector, in this process: it asks `enough`
+            usual = self.collector_class is ver_ppo.Collector
+            if options.preemption != "none" and not (usual and type(self).start is RankRun.start):
+                advice = "must be none with an extension that collects in its own way"
+                ver_ppo.refuse(options, "preemption", advice)
+            super().__init__(options)
+        except (UserError, OSError) as error:
+            failure = error
+        self.ranks.agree(failure)
+        if len(set(self.ranks.gather(self.step))) > 1:
+            raise UserError(f"ranks have read different checkpoints of {options.resume}: try again")
+        self.ranks.broadcast(self.policy.state_dict().values())
         # All ranks have the same weights now. From here on, each needs a seed of its own, for its
         # environments and the sampling of actions
         if self.ranks.rank:
             seed = ver_ppo.derive_seed(SEED_OF_RANK, options.seed, self.ranks.rank)
             self.options = replace(self.options, seed=seed)
-
-    def begin_together(self, options):
-        """As Run.__init__, with the weights of rank 0. If one rank refuses its options, all ranks
-        do. Raises UserError."""
-        failure = None
-        try:
-            check_gpus(self.ranks, options)  # the ranks agree in there: all raise the same
-            # preemption needs the usual collector, in this process: it asks `enough`
-            usual = type(self).rollouts is ver_ppo.Run.rollouts
-            usual = usual and self.collector_class is Collector
-            if options.preemption != "none" and not usual:
-                advice = "must be none with an extension that collects in its own way"
-                ver_ppo.refuse(options, "preemption", advice)
-            super().__init__(options)
-        except UserError as error:
-            failure = error
-        self.ranks.agree(failure)
-        begin_alike(self.ranks, self)
-
-    def open_folder(self):
-        """Rank 0 makes the folder. The RunFolder of other ranks writes and prints nothing."""
-        if self.ranks.rank:
-            return RunFolder(self.options, self.step, silent=True)
-        folder = super().open_folder()
-        # where to continue if torchrun starts the ranks again
-        self.ranks.store.set(FOLDER_KEY, str(folder.path))
-        return folder
-
-    def close(self):
-        super().close()
-        self.ranks.close()
-
-    def begin_rollout(self, limit, predicted_sec, last_rollout_sec):
-        """Start to count from 0. A rank reads the counter about 100 times in a rollout, but at most
-        every 5 ms and at least once a second."""
-        self.limit = limit
-        self.predicted_sec = predicted_sec
-        self.latest = math.inf  # when the rollout ends at the latest (time.monotonic)
-        self.preempted = False
-        self.other_stopped = False
-        self.counted = 0
-        self.next_look = 0.0
-        often_sec = max(0.005, self.ranks.size / 20_000)  # all together, 20,000 times a second
-        self.look_sec = min(1.0, max(often_sec, last_rollout_sec / 100))
-
-    def note_signal(self, number, _frame):
-        # torchrun may pass on a signal that has come already: a second one changes nothing
-        self.signal = number
 
     def average(self, tensors):
         """As Ranks.average. A rank that got a signal says so here, and all leave the update before
@@ -411,15 +296,15 @@ class RankRun(ver_ppo.Run):
         stops = tensors[0].new_tensor([float(self.signal is not None)])
         self.ranks.average([*tensors, stops])
         if stops.item():
+            self.updating = False  # between two optimizer steps, the weights are whole
             raise Interrupted(self.signal or signal.SIGTERM)
 
-    def enough(self, rows=0):
+    def enough(self, rows):
         """Whether this rank is preempted, got a signal, or another rank cannot continue."""
         if time.monotonic() >= self.next_look:
             self.next_look = time.monotonic() + self.look_sec
             self.count(rows)
-        stopped = super().enough()  # without `rows`: the progress bar counts the steps of all ranks
-        return stopped or self.preempted or self.other_stopped
+        return self.signal is not None or self.preempted
 
     def count(self, rows, done=False):
         """Add to the counter of all ranks, and read it. With `optimal`, add the steps since the
@@ -430,27 +315,28 @@ class RankRun(ver_ppo.Run):
             self.counted = rows
         else:
             news = int(done)
-        total = self.ranks.add(self.version, news)
-        is_late = time.monotonic() > self.latest
-        self.preempted = (total >= self.limit or is_late) and rows >= self.min_steps
-        self.other_stopped = total >= STOP
+        total = self.ranks.store.add(f"rollout {self.version}", news)
+        due = total >= self.limit or time.monotonic() > self.latest
+        self.preempted = total >= STOP or (due and rows >= self.min_steps)
 
-    def next_rollout(self, source):
+    def collect(self):
         """This rank's rollout, when all ranks have one. Raises what any rank raised."""
-        if self.predicted_sec and self.ranks.size > 1:
-            # if another rank stalls (it loads a scene, say), the others do not wait for S* steps
-            self.latest = time.monotonic() + PATIENCE * self.predicted_sec
+        self.counted = 0
+        self.preempted = False
+        self.next_look = 0.0
+        # all ranks together look at the counter at most 20,000 times a second
+        self.look_sec = max(0.005, self.ranks.size / 20_000)
+        # if another rank stalls (it loads a scene, say), the others do not wait for S* steps
+        self.latest = time.monotonic() + (PATIENCE * self.predicted_sec or math.inf)
         failure = None
         try:
-            rollout = super().next_rollout(source)
+            rollout = super().collect()
             self.count(rollout.rows, done=True)
-        except (Interrupted, UserError, OSError) as error:
+        except (Interrupted, EnvironmentFailure) as error:
             failure = error
-        except EnvironmentFailure as error:
-            failure = EnvironmentFailure(f"rank {self.ranks.rank}: {error}")
-        if failure:
-            self.ranks.add(self.version, STOP)
+            self.ranks.store.add(f"rollout {self.version}", STOP)
         self.ranks.agree(failure)
+        self.learning_at = time.perf_counter()
         return rollout
 
     def advantages(self, rollout):
@@ -468,9 +354,17 @@ class RankRun(ver_ppo.Run):
     def update(self, rollout):
         """As Run.update. Afterwards all ranks have the buffers of rank 0, too."""
         logs = super().update(rollout)
-        for buffer in self.policy.buffers():
-            self.ranks.broadcast(buffer)
+        self.ranks.broadcast(self.policy.buffers())
         return logs
+
+    def log(self, rollout, logs):
+        """As Run.log. Raises OSError on all ranks if rank 0 cannot write."""
+        failure = None
+        try:
+            super().log(rollout, logs)
+        except OSError as error:
+            failure = error
+        self.ranks.agree(failure)
 
     def combine(self, rollout, logs):
         """Steps, logs and episodes of all ranks. Then all ranks make the same decision: when the
@@ -479,7 +373,8 @@ class RankRun(ver_ppo.Run):
         own = super().combine(rollout, logs)
         self.step_sec_N = step_seconds(rollout, options.quota, self.step_sec_N)
         parts = self.ranks.gather((*own, self.step_sec_N))
-        self.ranks.forget(self.version)
+        if self.ranks.rank == 0:
+            self.ranks.store.delete_key(f"rollout {self.version}")  # all have left it
         steps_R, logs_R, episodes_R, step_sec_RN = zip(*parts)
         logs = reduce_logs(logs_R)
         logs["ranks/rollout_sec"] = max(part["time/rollout_sec"] for part in logs_R)
@@ -487,7 +382,7 @@ class RankRun(ver_ppo.Run):
         if options.preemption != "none":
             logs["ranks/stale_share"] = 1 - sum(steps_R) / options.rollout_steps / len(steps_R)
         decision = self.decide(np.array(step_sec_RN), logs["time/learning_sec"])
-        self.begin_rollout(*decision, logs["ranks/rollout_sec"])
+        self.limit, self.predicted_sec = decision
         return sum(steps_R), logs, sum(episodes_R, [])
 
     def decide(self, step_sec_RN, learning_sec):
@@ -498,30 +393,16 @@ class RankRun(ver_ppo.Run):
         # The first rollout has no limit. Its times include the start of the environments and cannot
         # be used to predict, so the second rollout has no limit either. (`Run.log` counts the steps
         # after this: if `step` is still `first_step`, only the first rollout has been made.)
-        if options.preemption == "optimal" and self.step > self.first_step:
+        predictable = self.step > self.first_step and self.ranks.size > 1
+        if options.preemption == "optimal" and predictable:
             variable = options.sampler == "ver"
             return optimal_preemption(step_sec_RN, options.num_steps, variable, learning_sec)
         return NO_LIMIT, 0.0
 
-    def save(self):
-        """As Run.save: rank 0 writes. Raises OSError on all ranks."""
-        failure = None
-        try:
-            super().save()
-        except OSError as error:
-            failure = error
-        # wait for rank 0: torchrun kills it as soon as another rank exits with an error
-        self.ranks.agree(failure)
-        # a signal to one rank ends all of them
-        signals = [number for number in self.ranks.gather(self.signal) if number]
-        if signals:
-            self.signal = signals[0]
-
     def evaluate(self):
         """All ranks leave the process group. Then rank 0 evaluates alone."""
-        self.ranks.close()
-        if self.ranks.rank == 0:
-            super().evaluate()
+        leave_group()
+        super().evaluate()
 
 
 def reduce_logs(logs_R):
@@ -534,66 +415,28 @@ def reduce_logs(logs_R):
     return logs
 
 
-def check_gpus(ranks, options):
-    """Raise UserError, in all ranks, if one rank does not have the device that --device names, or
-    if two ranks have the same GPU."""
-    gpu = f"rank {ranks.rank}"
-    failure = None
+def launch(options, run_class=RankRun):
+    """As ver_ppo.launch, for one of the ranks that torchrun has started."""
+    if not 0 < options.sync_frac <= 1:
+        ver_ppo.refuse(options, "sync_frac", "must be above 0 and at most 1")
+    if not 0 < options.rank_timeout < math.inf:
+        ver_ppo.refuse(options, "rank_timeout", "must be a positive number")
     try:
-        device = ver_ppo.choose_device(options)
-        if device.type == "cuda":
-            gpu = str(torch.cuda.get_device_properties(device).uuid)
-    except UserError as error:
-        failure = error
-    ranks.agree(failure)
-    gpu_R = ranks.gather(gpu)
-    if len(set(gpu_R)) < ranks.size:
-        text = f"{ranks.size} ranks need {ranks.size} GPUs, and there are {len(set(gpu_R))}"
-        ver_ppo.refuse(options, "device", f"{text}: try --device cpu")
-
-
-def begin_alike(ranks, run):
-    """Give all ranks the weights of rank 0. Raises UserError if they do not continue from the same
-    step."""
-    if len(set(ranks.gather((run.step, run.version)))) > 1:
-        raise UserError(f"ranks have read different checkpoints of {run.options.resume}: try again")
-    for tensor in run.policy.state_dict().values():
-        ranks.broadcast(tensor)
-
-
-launch = functools.partial(ver_ppo.launch, run_class=RankRun)
-
-
-def interrupted_run():
-    """If torchrun has started these ranks before (--max-restarts): the arguments that resume their
-    last checkpoint."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return []
-    store = open_store(timeout_sec=60)
-    if not store.check([FOLDER_KEY]):
-        return []
-    folder = Path(store.get(FOLDER_KEY).decode())
-    if not (folder / "checkpoint.pt").exists():
-        return []
-    return ["--resume", str(folder)]
+        return ver_ppo.launch(options, run_class)
+    finally:
+        leave_group()
 
 
 def main(argv=None, kind=Options, launch=launch):
-    """Command line, as ver_ppo.main. Only the first rank of each machine prints, except failures.
-    """
-    argv = sys.argv[1:] if argv is None else argv
+    """Command line, as ver_ppo.main. Only the first rank of each machine prints."""
     local_rank = int(os.environ.get("LOCAL_RANK", "0")) if "RANK" in os.environ else 0
     if torch.cuda.is_available():
-        torch.cuda.set_device(local_gpu())  # "--device cuda" is this one
+        # "--device cuda" is this one. With some options of srun, a rank sees only its own GPU
+        torch.cuda.set_device(local_rank % torch.cuda.device_count())
     out = io.StringIO() if local_rank else sys.stdout
     err = io.StringIO() if local_rank else sys.stderr
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            return ver_ppo.main([*argv, *interrupted_run()], kind, launch)
-        except RankFailure as error:
-            program = Path(sys.modules[kind.__module__].__file__).name
-            print(f"{program}: {error}", file=sys.__stderr__)
-            return 1
+        return ver_ppo.main(argv, kind, launch)
 
 
 if __name__ == "__main__":

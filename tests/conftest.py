@@ -4,15 +4,18 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 pytest.register_assert_rewrite("tests.helpers")  # its assertions show their values, too
 
+# before any test imports torch, because it sets variables that torch reads at that moment. With
+# torch's own values, two threads on a busy machine learn ten times more slowly
+import ver_ppo
+
 
 @pytest.fixture(autouse=True)
 def seeded():
     """Every test starts from the same torch generator; one thread is enough for tiny networks."""
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
+    ver_ppo.torch.set_num_threads(1)
+    ver_ppo.torch.manual_seed(0)

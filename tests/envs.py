@@ -9,8 +9,8 @@ import ver_ppo
 
 
 class Cue(gym.Env):
-    """Memory: a cue (0 or 1) is shown in the first observation only and asked for after `delay`
-    steps; 1 if right."""
+    """Memory: a cue (0 or 1) is shown in the first observation only. After `delay` steps the action
+    must be the cue; then the reward is 1."""
 
     observation_space = spaces.Box(-1, 1, (2,), np.float32)
     action_space = spaces.Discrete(2)
@@ -31,7 +31,7 @@ class Cue(gym.Env):
 
 
 class Count(gym.Env):
-    """Counts its steps in the observation; truncated after `limit` steps, and terminated never."""
+    """Counts its steps in the observation; truncated after `limit` steps, and never terminated."""
 
     observation_space = spaces.Box(0, np.inf, (2,), np.float64)
     action_space = spaces.Discrete(3, start=-1)
@@ -57,7 +57,7 @@ class Count(gym.Env):
 
 
 class Listed(Count):
-    """Ten episodes of validation, which the environments share out, as Habitat does."""
+    """Ten validation episodes, of which each environment plays its share, as in Habitat."""
 
     num_episodes = 10
     metadata = {"render_modes": [], "metrics": ("index",)}
@@ -78,7 +78,7 @@ class Listed(Count):
 
 
 class Obedient(gym.Wrapper):
-    """Raises if an action was not allowed by the observation before it."""
+    """Raises if the observation before an action did not allow it."""
 
     def reset(self, **more):
         observation, info = self.env.reset(**more)
@@ -164,7 +164,7 @@ class Unsupported(Count):
 
 
 class Told(Count):
-    """Keeps what it is told."""
+    """Keeps the arguments that it receives."""
 
     def __init__(self, options, split, number, limit, render_mode=None):
         super().__init__(limit)
@@ -184,14 +184,14 @@ class Rewards(gym.Wrapper):
 
 
 class Blind(gym.Wrapper):
-    """Has nothing to show."""
+    """Renders nothing."""
 
     def render(self):
         return None
 
 
 class WideCore(ver_ppo.FeedForward):
-    """A feed-forward core with a layer more."""
+    """A feed-forward core with one more layer."""
 
     def __init__(self, in_features, hidden, times):
         super().__init__(times * hidden, hidden)
@@ -212,8 +212,16 @@ class Wide(ver_ppo.Policy):
         return WideCore(in_features, options.hidden_size, self.times)
 
 
+class Actionless(ver_ppo.Policy):
+    """A policy that does not see its previous action. Otherwise a policy without memory could pass
+    a message on to itself, by repeating an action."""
+
+    def embed(self, action_BA, unknown_B):
+        return super().embed(action_BA, torch.ones_like(unknown_B))
+
+
 class Normed(ver_ppo.Policy):
-    """A policy with buffers of several types: those of a batch normalization, before the heads."""
+    """A policy with buffers of several types: those of a batch normalization before the heads."""
 
     def __init__(self, spec, options):
         super().__init__(spec, options)
@@ -224,7 +232,7 @@ class Normed(ver_ppo.Policy):
 
 
 class Greedy(ver_ppo.Policy):
-    """Takes more memory than there is when it has learned for a while."""
+    """Asks for more memory than there is, once it has learned from 60 mini-batches."""
 
     batches = 0
 

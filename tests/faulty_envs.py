@@ -1,35 +1,21 @@
-"""Environments that misbehave, for the tests. Importing registers them:
+"""Environments that fail, for the tests. Importing this module registers them:
 `tests.faulty_envs:Faulty-raise-v0` and so on."""
 
 import itertools
 import multiprocessing
 import os
 import random
-import resource
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from array import array
 from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
-import torch
 
 from tests.envs import Count
-
-
-def leak():
-    """Take memory until the limit of this process, which is near."""
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    resource.setrlimit(
-        resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**28, resource.RLIM_INFINITY)
-    )
-    hoard = []
-    while True:
-        hoard.append(bytearray(2**20))
 
 
 def out_of_paint():
@@ -44,99 +30,107 @@ DEADLY = {  # what can happen instead of an answer
     "segfault": lambda: os.kill(os.getpid(), signal.SIGSEGV),
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "hang": lambda: time.sleep(3600),
-    "leak": leak,
 }
-RUBBISH = {  # what an answer can be instead: (observation, reward) made of the right ones
+RUBBISH = {  # a wrong answer (observation, reward), made of the right one
     "observation": lambda observation, reward: (observation * np.nan, reward),
     "reward": lambda observation, reward: (observation, np.inf),
     "shape": lambda observation, reward: (observation[:1], reward),
     "keys": lambda observation, reward: ({"another": observation}, reward),
 }
+FAULTS = [*DEADLY, *RUBBISH]
+
+
+def misbehave(fault, observation, reward=0.0):
+    """Do what `fault` names. Returns the wrong answer, if there is one."""
+    if fault in DEADLY:
+        DEADLY[fault]()
+    return RUBBISH[fault](observation, reward)
 
 
 class Faulty(Count):
-    """Misbehaves at its 90th step of life, the 10th of its 5th episode, in the way that `fault`
-    names."""
+    """Fails in its 90th step, which is the 10th of its 5th episode. `fault` says how."""
 
     def __init__(self, fault, render_mode=None):
         super().__init__(limit=20)
-        self.fault, self.life = fault, 0
+        self.fault = fault
+        self.life = 0
 
     def step(self, action):
         self.life += 1
         observation, reward, *rest = super().step(action)
-        if self.life == 90 and self.fault in DEADLY:
-            DEADLY[self.fault]()
         if self.life == 90:
-            observation, reward = RUBBISH[self.fault](observation, reward)
+            observation, reward = misbehave(self.fault, observation, reward)
         return observation, reward, *rest
 
 
-class Mayfly(Count):
-    """Lives for one episode of three steps, with rewards 1, 2, 13, which ends as `ending` says. The
-    reset after it fails in the way that `fault` names."""
+# the step at which an environment of Zoo fails; the episodes have 5 steps
+PLACES = {"first": 6, "middle": 8, "reset": 10}
 
-    def __init__(self, ending, fault, render_mode=None):
-        super().__init__(limit=3)
-        self.ending = ending
-        self.fault = fault
-        self.steps = 0
+
+class Zoo(Count):
+    """Environment `number` fails once, as FAULTS[number] says: in the first step of its second
+    episode, in the middle of that episode, or in the reset after it. Environments with larger
+    numbers never fail. A file in --runs-dir is the sign that the environment has failed."""
+
+    def __init__(self, options, number, place, render_mode=None):
+        super().__init__(limit=5)
+        self.place = place
+        self.life = 0
+        self.fault = FAULTS[number] if number < len(FAULTS) else None
+        self.failed = Path(options.runs_dir) / f"{self.fault} has failed"
+
+    def fails(self, place):
+        """Whether to fail now. Says so to the next life of this environment."""
+        fails = self.fault and place == self.place and self.life == PLACES[place]
+        fails = fails and not self.failed.exists()
+        if fails:
+            self.failed.touch()
+        return fails
 
     def reset(self, *, seed=None, options=None):
-        if self.steps == self.limit:
-            DEADLY[self.fault]()
-        return super().reset(seed=seed)
+        observation, info = super().reset(seed=seed)
+        if self.fails("reset"):
+            observation, _ = misbehave(self.fault, observation)
+        return observation, info
 
     def step(self, action):
-        observation, _, _, ended, info = super().step(action)
-        reward = self.steps + 10 * ended
-        terminated = ended and self.ending == "terminated"
-        truncated = ended and self.ending == "truncated"
-        return observation, reward, terminated, truncated, info
-
-
-class Parent(Faulty):
-    """Starts a child process with its second step, which it never ends: `close` says that it was
-    called, and hangs. Misbehaves as Faulty."""
-
-    def __init__(self, fault, options, render_mode=None):
-        super().__init__(fault)
-        self.folder = Path(options.runs_dir)
-
-    def step(self, action):
-        if self.life == 1:
-            (self.folder / "output").touch()
-            subprocess.Popen(["tail", "-f", str(self.folder / "output")])
-        return super().step(action)
-
-    def close(self):
-        if self.life > 1:  # not the one that is only looked at
-            with open(self.folder / "closed", "a") as file:
-                file.write(self.fault[0])
-            time.sleep(3600)
+        self.life += 1
+        observation, reward, *rest = super().step(action)
+        if self.fails("first") or self.fails("middle"):
+            observation, reward = misbehave(self.fault, observation, reward)
+        return observation, reward, *rest
 
 
 class Household(Count):
-    """Uses multiprocessing, and has a program of its own running, which `close` ends politely: it
-    keeps the seconds that this takes. With `leaves`, it does not end it."""
+    """Uses multiprocessing, and starts a program that runs until `close` ends it politely. `close`
+    notes the seconds that this takes. If environment `number` has a fault in `faults`, it fails in
+    its 20th step, and makes a file of that name in --runs-dir. Then the program is left behind,
+    because `close` hangs. With "leave", it never fails, and `close` does nothing."""
 
-    def __init__(self, options, leaves=False, render_mode=None):
+    def __init__(self, options, number, faults=(), render_mode=None):
         super().__init__(limit=20)
         self.folder = Path(options.runs_dir)
-        self.leaves = leaves
+        self.fault = faults[number] if number < len(faults) else None
         self.program = None
+        self.life = 0
 
     def step(self, action):
+        self.life += 1
         if self.program is None:
             helper = multiprocessing.get_context("fork").Process(target=time.sleep, args=(0,))
             helper.start()
             helper.join()
             (self.folder / "output").touch()
             self.program = subprocess.Popen(["tail", "-f", str(self.folder / "output")])
+        if self.fault in DEADLY and self.life == 20:
+            (self.folder / self.fault).touch()
+            DEADLY[self.fault]()
         return super().step(action)
 
     def close(self):
-        if self.program is not None and not self.leaves:
+        if self.fault in DEADLY and self.life >= 20:
+            DEADLY["hang"]()
+        if self.program is not None and self.fault != "leave":
             began_at = time.monotonic()
             self.program.terminate()
             self.program.wait()
@@ -145,17 +139,14 @@ class Household(Count):
 
 
 class Stumbler(Count):
-    """Each step is worth 1. Every second episode raises at its second step, the others end with the
-    sixth."""
-
-    episodes = 0
+    """Each step is worth 1. About every second episode raises in its second step; the other
+    episodes end with the sixth."""
 
     def __init__(self, render_mode=None):
         super().__init__(limit=6)
 
     def reset(self, *, seed=None, options=None):
-        Stumbler.episodes += 1
-        self.stumbles = Stumbler.episodes % 2
+        self.stumbles = seed % 2
         return super().reset(seed=seed)
 
     def step(self, action):
@@ -165,11 +156,15 @@ class Stumbler(Count):
         return observation, 1.0, *rest
 
 
-class Stuck(Count):
-    """Hangs in its first step."""
+class Doomed(Count):
+    """Fails in its first step. `fault` says how."""
+
+    def __init__(self, fault, render_mode=None):
+        super().__init__()
+        self.fault = fault
 
     def step(self, action):
-        time.sleep(3600)
+        DEADLY[self.fault]()
 
 
 class Endless(Count):
@@ -179,41 +174,8 @@ class Endless(Count):
         super().__init__(limit=10**9)
 
 
-class Meddler(Count):
-    """Changes what belongs to its whole process, as it is made and in every step; and keeps what it
-    finds there: its own state, not the trainer's."""
-
-    def __init__(self, render_mode=None):
-        super().__init__(limit=20)
-        os.chdir(tempfile.mkdtemp(prefix="of-the-environment"))
-        torch.set_grad_enabled(False)
-        torch.set_default_dtype(torch.float64)
-        torch.manual_seed(0)
-
-    def step(self, action):
-        assert os.path.basename(os.getcwd()).startswith("of-the-environment")
-        assert torch.get_default_dtype() is torch.float64 and not torch.is_grad_enabled()
-        torch.manual_seed(0)
-        return super().step(action)
-
-
-class Occupied(Count):
-    """Can be made once at a time, as if it had a port."""
-
-    def __init__(self, options, number, render_mode=None):
-        super().__init__(limit=20)
-        self.place = Path(options.runs_dir) / "port"
-        try:
-            self.place.mkdir()
-        except FileExistsError:
-            raise OSError("the port is in use") from None
-
-    def close(self):
-        self.place.rmdir()
-
-
 class Broken(Count):
-    """Cannot even be made."""
+    """Cannot be made."""
 
     def __init__(self, render_mode=None):
         raise RuntimeError("no licence")
@@ -233,7 +195,7 @@ class Late(Count):
 
 
 class Unusable(Count):
-    """One step is an episode, and shows that nothing can be learned here."""
+    """Its only step ends the episode, with an answer that cannot be used."""
 
     metadata = {"render_modes": [], "metrics": ("arrived",)}
 
@@ -262,66 +224,68 @@ class Numbered(gym.Wrapper):
     """CartPole that takes 1 to 20 ms a step, dies and hangs at random, and keeps a book of every
     step it is asked for.
 
-    A step's number is (seed of the episode, step in the episode); it stands in the observation too,
-    as floats so small that no network sees them. The book of each life is a file in the folder
-    $NUMBERED_BOOKS. Deaths and hangs come every $NUMBERED_DEATH_SEC and $NUMBERED_HANG_SEC seconds
-    on average.
+    A step's number is (environment, seed of the episode, step in the episode). The number stands in
+    the observation too, as floats so small that no network sees them. The book of each life is a
+    file in the folder $NUMBERED_BOOKS, named after the environment and the time. Deaths and hangs
+    come every $NUMBERED_DEATH_SEC and $NUMBERED_HANG_SEC seconds on average.
     """
 
-    def __init__(self, render_mode=None):
+    def __init__(self, number, render_mode=None):
         super().__init__(gym.make("CartPole-v1"))
-        number = gym.spaces.Box(-np.inf, np.inf, (3,), np.float32)
-        self.observation_space = gym.spaces.Dict(
-            {"task": self.env.observation_space, "number": number}
-        )
-        self.book, self.random = None, random.Random()
-        mean_sec = {name: float(os.environ[f"NUMBERED_{name}_SEC"]) for name in ("DEATH", "HANG")}
-        self.until = {
-            name: time.monotonic() + self.random.expovariate(1 / sec)
-            for name, sec in mean_sec.items()
-        }
+        self.number = number
+        bits = gym.spaces.Box(-np.inf, np.inf, (4,), np.float32)
+        parts = {"task": self.env.observation_space, "number": bits}
+        self.observation_space = gym.spaces.Dict(parts)
+        self.book = None
+        self.random = random.Random()
+        self.until = {}
+        for name in ("DEATH", "HANG"):
+            mean_sec = float(os.environ[f"NUMBERED_{name}_SEC"])
+            self.until[name] = time.monotonic() + self.random.expovariate(1 / mean_sec)
 
     def reset(self, *, seed=None, options=None):
         observation, info = self.env.reset(seed=seed)
-        self.seed, self.steps = seed, 0
+        self.seed = seed
+        self.steps = 0
         return self.numbered(observation), info
 
     def numbered(self, observation):
-        number = np.array([self.seed >> 16, self.seed & 0xFFFF, self.steps], np.int32).view(
-            np.float32
-        )
-        return {"task": observation, "number": number}
+        """The observation with the number of the step that follows it."""
+        number = self.number, self.seed >> 16, self.seed & 0xFFFF, self.steps
+        return {"task": observation, "number": np.array(number, np.int32).view(np.float32)}
 
     def step(self, action):
-        if self.book is None:
-            path = Path(os.environ["NUMBERED_BOOKS"]) / f"{os.getpid()}-{time.time_ns()}-{id(self)}"
+        first = self.book is None
+        if first:
+            path = Path(os.environ["NUMBERED_BOOKS"]) / f"{self.number}-{time.time_ns()}"
             self.book = open(path, "ab", buffering=0)
         self.book.write(array("I", [self.seed, self.steps]))
         time.sleep(0.001 * self.random.choice([1, 1, 2, 5, 20]))
-        if time.monotonic() > self.until["DEATH"]:
+        if time.monotonic() > self.until["DEATH"] and not first:
             DEADLY[self.random.choice(["raise", "exit", "segfault", "kill"])]()
-        if time.monotonic() > self.until["HANG"]:
+        if time.monotonic() > self.until["HANG"] and not first:
             DEADLY["hang"]()
         self.steps += 1
         observation, *rest = self.env.step(action)
         return self.numbered(observation), *rest
 
 
-def number_of(number_B3):
-    """The numbers in a batch of observations, as tuples (seed, step)."""
-    high, low, steps = np.ascontiguousarray(number_B3).view(np.int32).T.tolist()
-    return [((a << 16) + b, step) for a, b, step in zip(high, low, steps)]
+def number_of(number_B4):
+    """The numbers in a batch of observations, as tuples (environment, seed, step)."""
+    columns = np.ascontiguousarray(number_B4).view(np.int32).T.tolist()
+    return [(e, (high << 16) + low, step) for e, high, low, step in zip(*columns)]
 
 
 class Traced(Count):
-    """Kills its process, once, at the k-th line of ver_ppo.py that it comes to after this
-    environment is made; k is the run's --exp-name."""
+    """Kills its process once, at the k-th line of ver_ppo.py that follows the making of this
+    environment. The run's --exp-name is a list with a k for each worker."""
 
-    def __init__(self, options, render_mode=None):
+    def __init__(self, options, number, render_mode=None):
         super().__init__()
+        worker = number % options.num_workers
         lines = itertools.count(1)
-        k = int(options.exp_name)
-        killed = Path(options.runs_dir) / "killed"
+        k = int(options.exp_name.split()[worker])
+        killed = Path(options.runs_dir) / f"killed {worker}"
 
         def trace(frame, event, _):
             if not frame.f_code.co_filename.endswith("ver_ppo.py"):
@@ -337,22 +301,20 @@ class Traced(Count):
             sys.settrace(trace)
 
 
-gym.register("Household-v0", f"{__name__}:Household", kwargs={"options": None})
-gym.register("Traced-v0", f"{__name__}:Traced", kwargs={"options": None})
-arguments = {"options": None, "number": 0}
-gym.register("Occupied-v0", f"{__name__}:Occupied", kwargs=arguments)
-gym.register("Late-v0", f"{__name__}:Late", kwargs={"number": 0})
-for name in ("Broken", "Endless", "Meddler", "Numbered", "Stuck", "Stumbler", "Unusable"):
-    gym.register(f"{name}-v0", f"{__name__}:{name}")
-for fault in ("raise", "exit", "reward"):
-    gym.register(
-        f"Parent-{fault}-v0", f"{__name__}:Parent", kwargs={"fault": fault, "options": None}
-    )
-for ending, fault in itertools.product(("terminated", "truncated"), ("raise", "kill")):
-    gym.register(
-        f"Mayfly-{ending}-{fault}-v0",
-        f"{__name__}:Mayfly",
-        kwargs={"ending": ending, "fault": fault},
-    )
-for fault in (*DEADLY, *RUBBISH):
-    gym.register(f"Faulty-{fault}-v0", f"{__name__}:Faulty", kwargs={"fault": fault})
+def register(name, kind, **arguments):
+    """Register an environment of this module."""
+    gym.register(f"{name}-v0", f"{__name__}:{kind.__name__}", kwargs=arguments)
+
+
+for kind in (Broken, Endless, Stumbler, Unusable):
+    register(kind.__name__, kind)
+for fault in FAULTS:
+    register(f"Faulty-{fault}", Faulty, fault=fault)
+for fault in DEADLY:
+    register(f"Doomed-{fault}", Doomed, fault=fault)
+for place in PLACES:
+    register(f"Zoo-{place}", Zoo, place=place, options=None, number=0)
+for kind in (Household, Traced):
+    register(kind.__name__, kind, options=None, number=0)
+for kind in (Late, Numbered):
+    register(kind.__name__, kind, number=0)

@@ -1,5 +1,5 @@
-"""Networks of habitat-baselines as test cases: their observations, weights drawn by name, and what
-they answer in 36 steps.
+"""Networks of habitat-baselines as test cases: their observations, weights drawn by name, and their
+answers in 36 steps.
 
     python -m tests.habitat_baselines     records the answers; needs habitat-baselines
 

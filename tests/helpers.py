@@ -1,5 +1,5 @@
-"""What several files of tests share: small runs and what they leave behind, processes in sessions
-of their own."""
+"""Helpers that several test files share: small runs and their files, processes in sessions of their
+own."""
 
 import contextlib
 import itertools
@@ -11,6 +11,7 @@ import sys
 import time
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -22,6 +23,8 @@ SMALL = "--num-envs 4 --num-steps 16 --hidden-size 16 --eval-episodes 0 --device
 SMALL += " --learner-threads 1"
 EXTENSIONS = {"here": [], "overlap": ["overlap"], "async": ["async"]}  # who collects
 WHERE = {name: ["--extensions", *given] if given else [] for name, given in EXTENSIONS.items()}
+# the same, and every rollout is checked
+CHECKED = {name: ["--extensions", *given, "check"] for name, given in EXTENSIONS.items()}
 
 
 def small(tmp_path, *args):
@@ -34,14 +37,14 @@ def run_folders(tmp_path):
 
 
 def run_here(tmp_path, line, *args):
-    """A small run in this process, with success. Returns its folder."""
+    """A small run in this process, which must succeed. Returns its folder."""
     assert ver_ppo.main(small(tmp_path, *line.split(), *args)) == 0
     (folder,) = run_folders(tmp_path)
     return folder
 
 
 def one_line(capsys, args, word, main=ver_ppo.main):
-    """This command is refused: exit status 2, one line with this word in it."""
+    """This command must be refused: exit status 2, one line with this word in it."""
     capsys.readouterr()
     assert main(args) == 2
     error = capsys.readouterr().err
@@ -71,15 +74,15 @@ def differences(one, two):
 
 
 def logged(folder, tag):
-    """The values of a tag in TensorBoard, by step; no step has two."""
+    """The values of a tag in TensorBoard, by step. No step may have two."""
     events = EventAccumulator(str(folder)).Reload().Scalars(tag)
     assert len({event.step for event in events}) == len(events)
     return {event.step: event.value for event in events}
 
 
 def processes():
-    """Parent and session of every process that has not ended (a zombie has; who adopts it may be
-    slow to notice)."""
+    """Parent and session of every process that has not ended. (A zombie has ended. The process that
+    adopts it may be slow to notice.)"""
     found = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -89,7 +92,7 @@ def processes():
 
 
 def alive_in_session(session):
-    """Processes of this session that have not ended."""
+    """The numbers of the processes of this session that have not ended."""
     return [pid for pid, (_, its_session) in processes().items() if its_session == session]
 
 
@@ -108,15 +111,21 @@ def nobody_left(seconds=5):
 
 
 def wait_until(condition, seconds=60):
-    """Until this function returns something true. Machines that run tests are slow now and then."""
+    """Wait until this function returns something true. (A machine that runs tests may be slow.)"""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it never came true"
         time.sleep(0.05)
 
 
+def make_spec(observation_space, action_space, metrics=()):
+    """The Spec of an environment with these spaces."""
+    names = {"metadata": {"metrics": metrics}, "observation_space": observation_space}
+    return ver_ppo.spec_of(SimpleNamespace(action_space=action_space, **names))
+
+
 def make_environment(env_id, number=0, **options):
-    """An environment and the table that has its row."""
+    """An environment, not yet started, and the table that has its row."""
     options = ver_ppo.Options(env_id=env_id, num_envs=number + 1, num_workers=0, **options)
     spec = ver_ppo.describe_env(options)
     io = ver_ppo.EnvIO(spec, number + 1)
@@ -130,7 +139,7 @@ def free_port():
 
 
 def rank_environment(rank, size, port):
-    """What torchrun tells a rank (but for its agent, which most of these tests do without)."""
+    """The environment variables that torchrun gives a rank, except those of its agent."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     return dict(zip(names, map(str, (rank, rank, size, size, "127.0.0.1", port))))
 
@@ -149,7 +158,7 @@ def start(command, **environment):
 
 
 def stop(sessions):
-    """Kill what is left of these sessions of processes."""
+    """Kill all processes that are left of these sessions."""
     for pid in itertools.chain(*map(alive_in_session, sessions)):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

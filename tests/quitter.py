@@ -1,4 +1,4 @@
-"""A module that ends the program that imports it."""
+"""A module that ends the program which imports it."""
 
 import sys
 

@@ -1,5 +1,5 @@
-"""How often members of a population take over from each other although they are equal: a
-simulation, of which test_population.py looks at a part and benchmarks/learn.py at all."""
+"""A simulation: how often members of a population take over from each other although they are
+equal. test_population.py tests a part of it, and benchmarks/learn.py records all of it."""
 
 import numpy as np
 
@@ -9,10 +9,10 @@ OPTIONS = dict.fromkeys(BOUNDS, 0)  # of invented members
 
 
 def equal_policies(size, spread, populations, looks=10):
-    """Share of decisions by which a member takes over from another one although all policies are
-    equal: returns of episodes are drawn from one normal distribution, of mean 1 and this standard
-    deviation. A score is the mean of the last hundred; in the hundred episodes of an interval it
-    is looked at so many times, and the best one counts."""
+    """The share of decisions to take over, although all policies are equal: all returns are drawn
+    from one normal distribution with mean 1 and the deviation `spread`. A score is the mean of the
+    last 100 episodes. It is computed `looks` times in the 100 episodes of an interval, and the best
+    one counts."""
     rng = np.random.default_rng(0)
     new = 100 // looks
     found = []

@@ -1,22 +1,23 @@
-"""The neural controller: its goal reaches the controller, learning is acting, and only the planner
-learns."""
+"""The neural controller: the planner's goal reaches the agent, learning equals acting, and only the
+planner learns."""
 
 import pytest
 import torch
 
 import ver_ppo
 from notebooks.extensions.controller import NeuralController
-from tests.helpers import one_line, run_folders, run_here, saved, small
+from tests.helpers import one_line, run_here, saved, small
 
 WORDS = ("simulator=builtin", "image_size=16")
-LINE = f"--env-kwargs {' '.join(WORDS)} --num-workers 0"
+COLORS = (*WORDS, "camera=rgb")  # colors are normalized
+LINE = f"--env-kwargs {' '.join(COLORS)} --num-workers 0"
 
 
-def build(**options):
-    """A policy on random weights, and what it needs to act once for each of B environments."""
+def build(words=WORDS, **options):
+    """Options, Spec, and a policy with random weights."""
     # as if evaluated: all weights come from a checkpoint
-    given = {"env_kwargs": WORDS, "policy": "controller", "checkpoint": "FILE", "device": "cpu"}
-    options = ver_ppo.Options(hidden_size=16, **given, **options)
+    given = {"env_kwargs": words, "policy": "controller", "checkpoint": "FILE", "device": "cpu"}
+    options = ver_ppo.Options(num_workers=0, hidden_size=16, **given, **options)
     spec, policy = ver_ppo.build(options)
     assert isinstance(policy, NeuralController)
     torch.nn.init.ones_(policy.critic.scale)  # else all values are 0
@@ -24,13 +25,13 @@ def build(**options):
 
 
 def observations(size):
-    """Random ones of pointnav."""
+    """Random observations of pointnav."""
     return {"depth": torch.rand(size, 16, 16, 1), "goal": torch.rand(size, 3)}
 
 
 def test_goal_is_the_planners():
-    """What the environment says of a goal changes nothing; what the planner says does, in metres
-    and in bearing."""
+    """The environment's goal changes nothing. Each number of the planner's goal changes the action.
+    """
     _, _, policy = build()
     obs, state = observations(5), torch.randn(5, *policy.state_shape)
     inputs = torch.ones(5, 1, dtype=torch.int64), torch.zeros(5, dtype=torch.bool), state
@@ -49,8 +50,8 @@ def test_goal_is_the_planners():
 
 @pytest.mark.parametrize("layers", [1, 2, 0])
 def test_controller_is_the_agent(layers):
-    """Given the same goal, the controller's distribution is that of the PointNav agent whose
-    weights it has taken."""
+    """With the same goal, the controller's distribution equals that of the PointNav agent whose
+    weights it has."""
     options, spec, policy = build(lstm_layers=layers)
     agent = ver_ppo.Policy(spec, options)
     policy.load_state_dict(policy.state_dict() | agent.state_dict())
@@ -72,8 +73,8 @@ def test_controller_is_the_agent(layers):
 
 
 def test_learning_is_acting():
-    """Packed sequences give the values and log-probabilities of stepping, and gradients reach the
-    planner alone."""
+    """Packed sequences give the same values and log-probabilities as single steps. Gradients reach
+    only the planner."""
     _, _, policy = build()
     length, batch_sizes = [4, 2, 1], torch.tensor([3, 2, 1, 1])
     steps = [observations(int(size)) for size in batch_sizes]
@@ -101,36 +102,41 @@ def test_learning_is_acting():
     assert all(name.startswith("planner.") for name in moved)
 
 
-@pytest.mark.parametrize("how", ["", "--extensions overlap"])
-def test_controller(tmp_path, capsys, how):
-    """A whole run from a PointNav agent's checkpoint: only the planner has changed; it goes on and
-    is evaluated without that file; unfit ones are refused."""
+FLEE = "--env-id notebooks.environments.tasks:Flee-v0"
+
+
+def test_controller(tmp_path, capsys):
+    """A whole run from a PointNav agent's checkpoint changes only the planner, with overlap too. It
+    continues and is evaluated without that file. Files that do not fit are refused."""
     agent = run_here(tmp_path / "one", f"{LINE} --total-timesteps 64") / "checkpoint.pt"
-    line = f"{LINE} --env-id notebooks.environments.tasks:Flee-v0 {how} --policy"
-    args = small(tmp_path / "three", *line.split(), "controller")
-    one_line(capsys, args, "give an agent's checkpoint")
-    line += f" controller(file={agent})"
-    run = run_here(tmp_path / "two", f"{line} --learning-rate 1e-2 --total-timesteps 128")
-    before, after = ver_ppo.load_checkpoint(agent)["policy"], saved(run)["policy"]
-    for name, tensor in before.items():
-        assert torch.equal(tensor, after[name]), name
-    fresh = build()[2].state_dict()
-    assert not torch.equal(after["planner.actor.weight"], fresh["planner.actor.weight"])
-    if how:
-        return
+    before = ver_ppo.load_checkpoint(agent)["policy"]
+    before["log_ent_coef"] = torch.tensor(1e-3).log()
+    fresh = build(COLORS)[2].state_dict()
+    one_line(
+        capsys,
+        small(tmp_path / "none", *f"{LINE} {FLEE} --policy controller".split()),
+        "give an agent's checkpoint",
+    )
+    line = f"{LINE} {FLEE} --policy controller(file={agent})"
+    for how in ("--extensions overlap", ""):
+        lines = f"{line} {how} --learning-rate 1e-2 --ent-coef 1e-3 --total-timesteps 128"
+        run = run_here(tmp_path / f"two {how}", lines)
+        after = saved(run)["policy"]
+        for name, tensor in before.items():
+            assert torch.equal(tensor, after[name]), name
+        assert not torch.equal(after["planner.actor.weight"], fresh["planner.actor.weight"])
     capsys.readouterr()
     for change, words in {
-        "--hidden-size 24": "give the --env-kwargs and sizes of that run",
-        "--env-kwargs simulator=builtin image_size=32": "size mismatch",
-        "--lstm-layers 2": "controller: ",
+        "--hidden-size 24": "belongs to another network",
+        "--env-kwargs simulator=builtin camera=rgb image_size=32": "size mismatch",
         "--env-id CartPole-v1 --env-kwargs": "the observation `goal`",
         "--wrappers gymnasium.wrappers:FilterObservation(filter_keys=['goal'])": "needs images",
     }.items():
-        one_line(capsys, small(tmp_path / "three", *line.split(), *change.split()), words)
-    assert not (tmp_path / "three").exists()
+        one_line(capsys, small(tmp_path / "none", *line.split(), *change.split()), words)
+    assert not (tmp_path / "none").exists()
     agent.unlink()
-    assert ver_ppo.main(["--resume", str(run), "--total-timesteps", "192"]) == 0
+    assert ver_ppo.main(["--resume", str(run), *FLEE.split(), "--total-timesteps", "192"]) == 0
     assert saved(run)["step"] == 192
-    assert ver_ppo.main(["--checkpoint", str(run / "checkpoint.pt"), "--eval-episodes", "2"]) == 0
+    evaluation = ["--checkpoint", str(run), *FLEE.split(), "--eval-episodes", "2"]
+    assert ver_ppo.main(evaluation) == 0
     assert "evaluation, 2 sampled episodes" in capsys.readouterr().out
-    assert run_folders(tmp_path / "two") == [run]

@@ -1,11 +1,12 @@
-"""Everything that touches a device, on one that is far: without a GPU, and with real numbers.
+"""Everything that touches a device, on a stand-in for a GPU that computes with real numbers.
 
 The stand-in is a tensor that says it is on the device `meta`, and holds an ordinary tensor which
-does the computing. So whatever runs there must come to what it comes to on the CPU; a mixture of
-both devices raises, as on a GPU; and every copy from one to the other is counted, and every wait
-for a number. Where it does not reach: other processes (the extensions `overlap` and `async` are
-tested by their parts), CUDA's own kernels (cuDNN's LSTM: here it is made of smaller operators),
-autocast.
+does the computing. So the results there must be those of the CPU. A mixture of both devices raises,
+as on a GPU. Every copy from one to the other is counted, and every wait for a number.
+
+It does not reach other processes. So the extensions `overlap` and `async` are tested by their
+parts. Nor does it reach autocast and CUDA's own kernels: here, an LSTM consists of smaller
+operators.
 """
 
 import contextlib
@@ -31,7 +32,7 @@ INDEXING = (
     aten._index_put_impl_.default,
 )
 WAITING = aten.nonzero.default, aten.masked_select.default, aten._local_scalar_dense.default
-counts = Counter()  # what has crossed the border: up, down, wait
+counts = Counter()  # copies to the device (up), copies back (down), waits (wait)
 
 
 class Far(torch.Tensor):
@@ -40,7 +41,7 @@ class Far(torch.Tensor):
     @staticmethod
     def __new__(cls, near):
         layout = {"strides": near.stride(), "storage_offset": near.storage_offset()}
-        # a view of a weight is none of inference's tensors
+        # a view of a weight is not an inference tensor
         with torch.inference_mode(near.is_inference()):
             return torch.Tensor._make_wrapper_subclass(
                 cls, near.size(), **layout, dtype=near.dtype, device=FAR
@@ -130,7 +131,7 @@ def far_device(monkeypatch):
 
 
 def start(device, more, rollout_device=None):
-    """Policy, optimizer and collector on a device, and a rollout there or elsewhere."""
+    """Make policy, optimizer and collector on a device, and a rollout there or elsewhere."""
     words = "--num-envs 3 --num-steps 8 --num-minibatches 4 --hidden-size 8 --num-workers 0"
     words = f"{words} {more}".split()
     options = ver_ppo.tyro.cli(ver_ppo.Options, args=words)
@@ -197,14 +198,14 @@ TASKS = {
     "depth": "--env-id pointnav --env-kwargs simulator=builtin image_size=16",
     "colours": "--env-id pointnav --env-kwargs simulator=builtin image_size=16 camera=rgb",
     "residual": "--env-id pointnav --env-kwargs simulator=builtin image_size=64"
-    " --policy resnet18(cpc=True)",
+    " --policy resnet18(cpc=True) --update-epochs 1",
 }
 
 
 @pytest.mark.parametrize("task", TASKS)
 def test_far_is_near(far_device, task):
-    """Collecting and learning twice comes to the same on both devices: with steps that were in
-    flight, truncated episodes, every kind of observation and action."""
+    """Collecting and learning twice gives the same results on both devices. There are steps that
+    were in flight, truncated episodes, every kind of observation and action."""
     both = [start(device, TASKS[task]) for device in (far_device, torch.device("cpu"))]
     for policy, optimizer, rollout, c in both:
         envs.Everything.observation_space.seed(0)
@@ -300,7 +301,7 @@ def test_stale_steps_and_evaluation(far_device):
 
 
 def test_a_mixture_raises(far_device):
-    """The stand-in notices what a GPU would."""
+    """The stand-in refuses a mixture, as a GPU does."""
     far = torch.zeros(2, 3, device=far_device)
     with pytest.raises(RuntimeError, match="same device"):
         far + torch.zeros(2, 3)

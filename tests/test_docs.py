@@ -19,6 +19,7 @@ from notebooks import draw
 from notebooks.environments import habitat, pointnav, rearrange, tasks
 from notebooks.extensions import (
     chain,
+    check,
     controller,
     networks,
     overlap,
@@ -40,8 +41,8 @@ DETAILS = (ROOT / "notebooks" / "DETAILS.md").read_text()
 # "`name`", path and line of each link to a function, a class or a test
 LINKS = re.findall(r"\[`([\w.]+)`\]\(([\w/.]+\.py)#L(\d+)\)", DETAILS)
 ENVIRONMENTS = [habitat, pointnav, rearrange, tasks]
-EXTENSIONS = [chain, controller, networks, overlap, play, population, trace, transfer]
-EXTENSIONS += [timeline, virtual_clock, virtual_ranks, wrappers]
+EXTENSIONS = [chain, check, controller, networks, overlap, play, population, trace]
+EXTENSIONS += [transfer, timeline, virtual_clock, virtual_ranks, wrappers]
 BESIDE = [draw, *ENVIRONMENTS, *EXTENSIONS]  # the scripts
 MODULES = pytest.mark.parametrize(
     "module", [ver_ppo, ver_multigpu, *BESIDE], ids=lambda module: module.__name__
@@ -211,16 +212,18 @@ def defined(source):
 
 
 def test_lesson():
-    """Its end is marked. Of what stands in each section below it, it uses what that section says
-    that it calls, and no name of an extension."""
+    """Its end is marked. It uses no name that is defined below it, and the members of workers and
+    policies that its first lines announce."""
     lesson, rest = SOURCE.split("\n# End of the lesson\n")
-    used = {node.id for node in ast.walk(ast.parse(lesson)) if isinstance(node, ast.Name)}
-    before, *sections = re.split(r"^# -{10,} (.*)\n((?:# .*\n)+)", rest, flags=re.M)
-    assert not before.strip() and len(sections) >= 3 * 6
-    for title, comment, code in zip(sections[::3], sections[1::3], sections[2::3]):
-        _, calls = comment.replace("\n# ", " ").split("The lesson calls ")
-        said = re.findall(r"`(\w+)`", calls)
-        assert set(said) == used & defined(code), title
-        assert len(set(said)) == len(said), title
-    theirs = {name for module in EXTENSIONS for name in vars(module)} - set(vars(ver_ppo))
-    assert not used & {name for name in theirs if name[0].isupper()}
+    nodes = list(ast.walk(ast.parse(lesson)))
+    used = {node.id for node in nodes if isinstance(node, ast.Name)}
+    assert used & defined(rest) == set()
+    members = {"workers": set(), "policy": set()}
+    for node in nodes:
+        if isinstance(node, ast.Attribute):
+            owner = ast.unparse(node.value).removeprefix("self.")
+            members.get(owner, set()).add(node.attr)
+    assert members["workers"] == {"send", "receive"}
+    said = {"step", "sequences"}
+    others = {"parameters", "state_shape", "critic", "log_ent_coef", "auxiliary_loss"}
+    assert members["policy"] == said | others | {"keep_bounds"}

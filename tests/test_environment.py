@@ -1,6 +1,5 @@
-"""The built-in PointNav, and everything that Gymnasium environments may bring; emulated latency."""
+"""The built-in PointNav, the observations and actions of any Gymnasium environment, wrappers."""
 
-import contextlib
 import heapq
 import math
 import time
@@ -15,13 +14,13 @@ import tests.envs as envs
 import ver_ppo
 from notebooks.environments import pointnav
 from notebooks.extensions import wrappers
-from tests.helpers import make_environment, one_line, run_folders, small
+from tests.helpers import make_environment, make_spec, one_line, run_folders, small
 
 STOP, FORWARD, LEFT, RIGHT = range(4)
 
 
 def follow_shortest_path(env):
-    """What a walker who knows the plan does next."""
+    """The next action of a walker who knows the plan."""
     if np.hypot(*(env.goal - env.position)) < 0.19:
         return STOP
     ahead = env.waypoints_C2[env.waypoints(env.position).argmin()] - env.position
@@ -42,7 +41,7 @@ def play(env, choose, seed):
 
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_oracle(split):
-    """Who follows the shortest path always succeeds, with SPL above 0.97."""
+    """A walker on the shortest path always succeeds, with SPL above 0.97."""
     infos = [
         play(pointnav.PointNav(split, image_size=8), follow_shortest_path, seed)[0]
         for seed in range(50)
@@ -51,9 +50,9 @@ def test_oracle(split):
     assert np.mean([info["spl"] for info in infos]) > 0.97
 
 
-def grid_distance(plan, start, goal, spacing=0.04):
-    """Dijkstra on a fine grid with 16 neighbours: at most 2.8 % longer than the shortest path, and
-    free as it."""
+def grid_distance(plan, start, goal, spacing=0.06):
+    """The length of a path that Dijkstra's algorithm finds on a fine grid with 16 neighbors. It is
+    at most 2.8 % longer than the shortest path, and as free."""
     size = (plan.size / spacing).astype(int)
     points = np.stack(
         np.meshgrid(*(np.arange(n) * spacing for n in size), indexing="ij"), -1
@@ -81,7 +80,7 @@ def grid_distance(plan, start, goal, spacing=0.04):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_geodesic_distance(seed):
-    """Exact shortest paths agree with a grid search, within what the grid can resolve."""
+    """Exact shortest paths agree with a grid search, within the resolution of the grid."""
     env = pointnav.PointNav()
     env.reset(seed=seed)
     expected = grid_distance(env.plan, env.position, env.goal)
@@ -109,8 +108,8 @@ def test_step_limit_is_truncation():
 
 
 def test_collisions_slide():
-    """The agent never enters an obstacle; where it walks into a wall at an angle, it moves along
-    it."""
+    """The agent never enters an obstacle. If it walks into a wall at an angle, it moves along the
+    wall."""
     env, rng, slid = pointnav.PointNav(image_size=8), np.random.default_rng(0), 0
     for seed in range(10):
         env.reset(seed=seed)
@@ -159,8 +158,8 @@ def test_splits_are_disjoint():
 
 @pytest.mark.parametrize("camera, size", [("depth", 64), ("rgb", 64), ("depth", 17), ("rgb", 128)])
 def test_gymnasium_accepts_pointnav(camera, size):
-    """Gymnasium's own checker, for several cameras; the seed alone decides what happens; the
-    picture is the camera's."""
+    """Gymnasium's own checker accepts several cameras. The seed alone decides all that happens, and
+    the picture is the camera's."""
     env = pointnav.PointNav(camera=camera, image_size=size)
     check_env(env, skip_render_check=True)
     found = []
@@ -175,42 +174,111 @@ def test_gymnasium_accepts_pointnav(camera, size):
     assert abs(picture - np.floor(seen)).max() <= 1
 
 
-def test_spaces_are_flattened(capsys):
-    """Nested Dict and Tuple spaces become one level; uint8 stays uint8, float64 becomes float32;
-    what is no number and no choice is left out, with a line that names it."""
-    options = ver_ppo.Options(env_id="tests.envs:Everything-v0")
-    spec = ver_ppo.describe_env(options)
-    expected = "arm camera/grey camera/rgb first hand/0 hand/1 room switches"
-    assert sorted(spec.observations) == expected.split()
-    io = ver_ppo.EnvIO(spec, 4)
-    obs = io["obs"]
-    assert obs["camera/rgb"].dtype == np.uint8 and obs["camera/rgb"].shape == (4, 24, 20, 3)
-    assert obs["arm"].dtype == np.float32
-    assert obs["room"].dtype == io["action"].dtype == np.int64
-    assert obs["hand/0"].dtype == np.int64 and obs["hand/0"].shape == (4, 2, 2)
-    assert spec.choices == [3, 2, 4] and spec.action_dims == 3 and io["action"].shape == (4, 3)
-    images = {key for key, space in spec.observations.items() if ver_ppo.image_layout(space)}
-    assert images == {"camera/grey", "camera/rgb", "first"}
+def test_parts_of_an_observation(capsys):
+    """Nested Dict and Tuple spaces become one level. Images stay as they are, every other part is a
+    vector of float32. Parts that hold neither numbers nor choices are left out, with a line that
+    names them. Numbers that may be large are marked, to be normalized."""
+    environment, io = make_environment("tests.envs:Everything-v0")
+    spec = environment.spec
+    assert spec.obs == {
+        "arm": ("float32", (6,), True),  # no bounds
+        "camera/grey": ("uint8", (16, 16), True),
+        "camera/rgb": ("uint8", (24, 20, 3), True),
+        "first": ("uint8", (3, 36, 40), True),
+        "hand/0": ("float32", (2 + 3 + 1 + 4,), False),  # choices
+        "hand/1": ("float32", (9,), True),  # bytes, but no image
+        "room": ("float32", (4,), False),
+        "switches": ("float32", (5,), False),
+    }
     left_out = [line.split("'")[1] for line in capsys.readouterr().out.splitlines()]
     assert sorted(left_out) == ["hand/2", "hand/3", "map"]
-    with contextlib.closing(ver_ppo.make_env(options)) as env:
-        observation, _ = env.reset(seed=1)
-        assert list(spec.leaves(observation)) == list(spec.observations)
+    assert spec.choices == [3, 2, 4] and spec.action_dims == 3
+    assert io["action"].shape == (1, 3) and io["action"].dtype == np.int64
+    assert io["obs"]["camera/rgb"].dtype == np.uint8
+    assert io["obs"]["arm"].dtype == np.float32
+    environment.answer()
+    assert io["obs"]["room"].sum() == 1
 
 
-def test_parts_of_one_name():
-    """Of two parts that would have one name, none is lost silently."""
-    box = gym.spaces.Box(0, 1, (2,))
-    space = gym.spaces.Dict({"a/b": box, "a": gym.spaces.Dict({"b": box})})
-    with pytest.raises(ver_ppo.UserError, match="two parts .* have the name 'a/b'"):
-        ver_ppo.EnvSpec(space, gym.spaces.Discrete(2), ())
+def test_choices_are_one_hot_and_bytes_are_numbers():
+    """Each part of an observation equals numbers by hand. Choices may begin with another number
+    than 0."""
+    space = envs.Everything.observation_space
+    spec = make_spec(space, gym.spaces.Discrete(2))
+    observation = space.sample()
+    observation["room"] = 2 + 3  # the last of four
+    observation["arm"] = np.array([[1.5, -2, 3], [4, 5, 6]])
+    observation["switches"] = np.array([1, 0, 0, 1, 1], np.int8)
+    hand = [np.array([[1, 5 + 2], [0, -2 + 3]]), np.arange(9, dtype=np.uint8)]
+    observation["hand"] = (*hand, *observation["hand"][2:])
+    parts = ver_ppo.read_observation(spec, space, observation)
+    assert parts.keys() == spec.obs.keys()
+    for name in ("rgb", "grey"):
+        assert (parts[f"camera/{name}"] == observation["camera"][name]).all()
+    assert (parts["first"] == observation["first"]).all()
+    assert parts["room"].tolist() == [0, 0, 0, 1]
+    assert parts["arm"].tolist() == [1.5, -2, 3, 4, 5, 6]
+    assert parts["switches"].tolist() == [1, 0, 0, 1, 1]
+    # two choices, three, one, four
+    assert parts["hand/0"].tolist() == [*[0, 1], *[0, 0, 1], *[1], *[0, 0, 0, 1]]
+    assert parts["hand/1"].tolist() == list(range(9))
+    kinds = {key: (part.dtype.name, part.shape) for key, part in parts.items()}
+    assert kinds == {key: (kind, shape) for key, (kind, shape, _) in spec.obs.items()}
+
+
+def test_observations_without_a_dictionary():
+    """A single part is called `obs`."""
+    for space, example, vector in (
+        (gym.spaces.Discrete(3, start=-1), -1, [1, 0, 0]),
+        (gym.spaces.Box(0, 1, (2,)), [0.25, 1.0], [0.25, 1.0]),
+        (gym.spaces.Box(-1, 1, ()), 0.5, [0.5]),
+    ):
+        spec = make_spec(space, gym.spaces.Discrete(2))
+        parts = ver_ppo.read_observation(spec, space, example)
+        assert {key: part.tolist() for key, part in parts.items()} == {"obs": vector}
+
+
+BAD_PARTS = [
+    (gym.spaces.Box(-1, 1, (2,)), [0.0, np.nan]),
+    (gym.spaces.Box(-1, 1, (2,)), [0.0, -np.inf]),
+    (gym.spaces.Box(-1, 1, (2,)), [0.0, 1e39]),  # more than float32 can hold
+    (gym.spaces.Box(-1, 1, (2,)), [0.0]),
+    (gym.spaces.Box(0, 255, (8, 8), np.uint8), np.full((8, 8), 256)),
+    (gym.spaces.Box(0, 255, (8, 8), np.uint8), np.full((8, 8), 0.5)),
+    (gym.spaces.Box(0, 255, (8, 8), np.uint8), np.zeros((8, 9), np.uint8)),
+    (gym.spaces.Box(0, 1, (8, 8, 3)), np.full((8, 8, 3), np.nan)),
+    (gym.spaces.Box(0, 9, (2,), np.int64), [1.0, np.nan]),
+    (gym.spaces.Box(0, 9, (2,), np.int64), [[1, 2]]),
+    (gym.spaces.Discrete(4), [1, 2]),
+    (gym.spaces.Discrete(4, start=2), 1),
+    (gym.spaces.Discrete(4, start=2), 6),
+    (gym.spaces.Discrete(4), 0.5),
+    (gym.spaces.MultiDiscrete([2, 3]), [1, 3]),
+    (gym.spaces.MultiBinary(2), [0, 2]),
+    (gym.spaces.MultiBinary(2), [1, 0, 1]),
+]
+
+
+@pytest.mark.parametrize("space, part", BAD_PARTS)
+def test_observations_that_do_not_fit(space, part):
+    """A wrong shape, and numbers that are not finite or do not fit, are an error that names the
+    part."""
+    space = gym.spaces.Dict({"arm": space})
+    spec = make_spec(space, gym.spaces.Discrete(2))
+    with pytest.raises(ValueError, match="observation 'arm'"), np.errstate(over="ignore"):
+        ver_ppo.read_observation(spec, space, {"arm": part})
+    fine = space.sample()
+    assert ver_ppo.read_observation(spec, space, fine).keys() == {"arm"}
 
 
 def test_actions_reach_the_environment_as_it_wants_them():
-    """Discrete with a start, MultiDiscrete, and Box scaled to its bounds and clipped there."""
+    """Discrete and MultiDiscrete with a start, and Box scaled to its bounds and clipped there."""
     assert ver_ppo.to_env_action(envs.Count.action_space, np.array([0])) == -1
     action = ver_ppo.to_env_action(envs.Everything.action_space, np.array([2, 0, 3]))
     assert action.tolist() == [2, 0, 3]
+    grid = gym.spaces.MultiDiscrete([[2, 3], [1, 4]], start=[[0, 5], [0, -2]])
+    action = ver_ppo.to_env_action(grid, np.array([1, 2, 0, 0]))
+    assert action.tolist() == [[1, 7], [0, -2]] and action in grid
     box = envs.Continuous.action_space
     np.testing.assert_allclose(ver_ppo.to_env_action(box, np.array([0.0, 5.0])), [[2.0, 5.0]])
     np.testing.assert_allclose(ver_ppo.to_env_action(box, np.array([-3.0, -5.0])), [[0.0, -5.0]])
@@ -229,7 +297,7 @@ def test_environments_are_told_what_they_ask_for():
     )
 
 
-BAD_ARGUMENTS = {  # of PointNav, and what the answer says of them
+BAD_ARGUMENTS = {  # of PointNav, and a part of the answer
     "simulator=gazebo": "simulator=gazebo: must be auto, builtin or habitat",
     "camera=lidar": "camera=lidar: must be depth or rgb",
     "image_size=7": "image_size=7: must be a whole number within 8..1024",
@@ -246,7 +314,7 @@ BAD_ARGUMENTS = {  # of PointNav, and what the answer says of them
 def test_bad_arguments_of_pointnav(tmp_path, capsys, env_id, words):
     """Refused in one line that says what can be given, before a run folder is made; the tasks pass
     their arguments on."""
-    line = f"--env-id {env_id} --env-kwargs {words}"
+    line = f"--env-id {env_id} --num-workers 0 --env-kwargs {words}"
     one_line(capsys, small(tmp_path, *line.split()), BAD_ARGUMENTS[words])
     assert run_folders(tmp_path) == []
 
@@ -254,8 +322,9 @@ def test_bad_arguments_of_pointnav(tmp_path, capsys, env_id, words):
 @pytest.mark.parametrize("name", ["Pick", "PlaceArm"])
 @pytest.mark.parametrize("words", ["camera=lidar", "image_size=7", "camra=rgb"])
 def test_bad_arguments_of_rearrange(tmp_path, capsys, name, words):
-    """The same for the robot with an arm."""
-    line = f"--env-id notebooks.environments.rearrange:{name}-v0 --env-kwargs {words}"
+    """The robot with an arm refuses them in the same way."""
+    line = f"--env-id notebooks.environments.rearrange:{name}-v0 --num-workers 0"
+    line += f" --env-kwargs {words}"
     one_line(capsys, small(tmp_path, *line.split()), words.split("=")[0])
     assert run_folders(tmp_path) == []
 
@@ -265,8 +334,8 @@ def test_bad_arguments_of_rearrange(tmp_path, capsys, name, words):
     [("MainProcess", "0", True), ("trial", "0", True), ("trial", "1", False), ("F-9", "0", False)],
 )
 def test_the_simulator_is_said_once(monkeypatch, capsys, name, local_rank, speaks):
-    """auto tries Habitat, takes the built-in simulator where it is missing, and says so once a
-    process, but not in workers; a simulator that was asked for by name is not said."""
+    """auto tries Habitat, and takes the built-in simulator if Habitat is missing. It says so once
+    in a process, but not in workers. A simulator that was chosen by name is not said."""
     tried = []
 
     def missing(config, lines):
@@ -291,7 +360,7 @@ def test_the_simulator_is_said_once(monkeypatch, capsys, name, local_rank, speak
 
 
 def test_terminated_and_truncated(monkeypatch):
-    """An environment that says both has ended its episode: nothing follows, so it is terminated."""
+    """If an environment says both, the episode is terminated, because nothing follows."""
     environment, io = make_environment("tests.envs:Count-v0")
     environment.answer()
     monkeypatch.setattr(envs.Count, "advance", lambda self, _: (self.observe(), 1, True, True, {}))
@@ -301,17 +370,17 @@ def test_terminated_and_truncated(monkeypatch):
 
 @pytest.mark.parametrize("env_id", ["tests.envs:Count-v0", "tests.envs:Autoreset-v0"])
 def test_resets(env_id):
-    """The start is a lost step (a placeholder), also for the first time. At a truncation the final
-    observation is kept apart and the row holds the next episode's first; an autoreset wrapper
-    changes nothing."""
+    """The first answer is no step. At a truncation the final observation is kept apart, and the row
+    holds the first one of the next episode. An autoreset wrapper changes nothing."""
     environment, io = make_environment(env_id)
     environment.answer()
-    assert io["first"][0]
-    assert io["truncated"][0] and io["lost"][0] and not io["terminated"][0]
-    assert io["reward"][0] == 0 == io["step_sec"][0]
+    assert io["first"][0] and io["lost"][0]
+    assert not io["truncated"][0] and not io["terminated"][0]
+    assert io["step_sec"][0] == 0
     assert io["episode"][0] == 1
     assert io["obs"]["obs"][0, 0] == 0
-    offset, io["action"][0] = io["obs"]["obs"][0, 1].item(), 2
+    offset = io["obs"]["obs"][0, 1].item()
+    io["action"][0] = 2
     for step in range(1, 15):
         environment.answer()
         ended = step % 7 == 0
@@ -330,79 +399,49 @@ def crash(*_, **__):
     raise RuntimeError("the simulator has crashed")
 
 
-@pytest.mark.parametrize("steps", [0, 3, 7, 10])
-def test_lost_steps(steps):
-    """A crash in a step loses the step, also if it is an episode's first. The answer of the
-    environment that takes its place completes it: without a reward, truncated at the observation
-    before it."""
+@pytest.mark.parametrize("method, steps", [("step", 0), ("step", 3), ("step", 7), ("reset", 6)])
+def test_lost_steps(capsys, method, steps):
+    """An exception in a step, or in the reset after an episode, reaches the worker as it is, after
+    a line that says where it happened. The environment that takes its place answers `lost`, and
+    begins a new episode."""
     environment, io = make_environment("tests.envs:Count-v0")
-    environment.answer()
     row = io.records[0]
     row["action"] = 2
-    for _ in range(steps):
+    for _ in range(1 + steps):
         environment.answer()
-    episode, step = 1 + steps // 7, 1 + steps % 7
     shown = row["obs"].copy()
-    stats = row["episode_stats"].copy()
-    row["unfinished"] = True  # `Collector.act` has sent an action
-    environment.env.unwrapped.step = crash
-    where = f"environment 0, episode {episode}, step {step}:"
-    with pytest.raises(ver_ppo.EnvironmentFailure, match=f"(?s){where}.*has crashed"):
+    setattr(environment.env.unwrapped, method, crash)
+    with pytest.raises(RuntimeError, match="has crashed"):
         environment.answer()
-    environment.close()
+    episode = 2 if steps >= 7 or method == "reset" else 1
+    step = 1 + steps % 7
+    assert capsys.readouterr().err == f"environment 0, episode {episode}, step {step}:\n"
+    assert row["episode"] == episode
+    stats = row["episode_stats"].copy()
+    environment.env.unwrapped.close = crash
+    environment.close()  # an error here changes nothing
+
+    other = ver_ppo.Environment(0, environment.options, "train", environment.spec, io)
     began_at = time.perf_counter()
-    environment.answer()
-    assert row["lost"] and row["truncated"] and not row["terminated"]
-    assert row["reward"] == 0 == row["step_sec"] and row["final_obs"] == shown
-    assert began_at <= row["began_at"] <= time.perf_counter()
+    other.answer()
+    assert row["lost"] and not row["truncated"] and not row["terminated"]
+    assert row["step_sec"] == 0 and began_at <= row["began_at"] <= time.perf_counter()
     assert row["first"] and row["episode"] == episode + 1
     assert row["obs"]["obs"][0] == 0 and row["obs"] != shown  # another seed
-    assert (row["episode_stats"] == stats).all()  # that episode is not counted
-    environment.answer()
+    assert (row["episode_stats"] == stats).all()  # the episode that crashed does not count
+    other.answer()
     assert not row["lost"] and not row["first"] and row["reward"] == pytest.approx(0.1)
 
 
-def test_a_crash_in_a_reset_loses_nothing():
-    """If the reset after an episode raises, the answer of the environment that takes its place has
-    the finished step's own reward, end, final observation and numbers."""
+@pytest.mark.parametrize("reward", [np.nan, -np.inf, 1e39, np.ones(3), None])
+def test_rewards_that_are_no_numbers(monkeypatch, reward):
+    """They are an error, before an episode can end with them."""
     environment, io = make_environment("tests.envs:Count-v0")
     environment.answer()
-    row = io.records[0]
-    row["action"] = 2
-    for _ in range(6):
+    monkeypatch.setattr(envs.Count, "advance", lambda *_: (np.zeros(2), reward, True, False, {}))
+    with pytest.raises((ValueError, TypeError)), np.errstate(over="ignore"):
         environment.answer()
-    offset = row["obs"]["obs"][1].item()
-    row["unfinished"] = True  # `Collector.act` has sent an action
-    environment.env.unwrapped.reset = crash
-    with pytest.raises(ver_ppo.EnvironmentFailure, match="episode 2, step 7"):
-        environment.answer()
-    environment.close()
-    environment.answer()
-    assert row["truncated"] and not row["terminated"] and not row["lost"]
-    assert row["reward"] == pytest.approx(0.1) and row["step_sec"] > 0
-    assert row["final_obs"]["obs"].tolist() == [pytest.approx(0.7), offset]
-    assert row["episode_stats"].tolist() == [pytest.approx(0.7), 7]
-    assert row["first"] and row["episode"] == 3 and row["obs"]["obs"][1] != offset
-
-
-@pytest.mark.parametrize("sent", [True, False])
-def test_a_step_that_was_not_told(sent):
-    """A worker may die after a step is in its row, but before it has sent the row's number. The
-    episode cannot continue. So the answer of the environment that takes its place truncates the
-    step, at the observation in the row. The same happens to the next action if the worker dies
-    between two steps."""
-    environment, io = make_environment("tests.envs:Count-v0")
-    row = io.records[0]
-    row["action"] = 2
-    for _ in range(4):  # the start, and three steps
-        environment.answer()
-    assert row["obs"]["obs"][0] == pytest.approx(0.3) and not row["lost"]
-    shown = row["obs"].copy()
-    environment.close()
-    row["unfinished"] = sent
-    environment.answer()
-    assert row["lost"] and row["truncated"] and not row["terminated"] and row["reward"] == 0
-    assert row["final_obs"] == shown and row["first"] and row["episode"] == 2
+    assert io["reward"][0] == 0 and io["episode"][0] == 1 and io["lost"][0]
 
 
 def test_latency(monkeypatch):
@@ -422,8 +461,8 @@ def test_latency(monkeypatch):
 
 
 def test_latency_has_its_own_seed(monkeypatch):
-    """Every environment and every episode sleeps other times, the same ones for the same seed, and
-    the environment's own random numbers are what they are without."""
+    """Every environment and every episode sleeps other times, but the same ones for the same seed.
+    The environment's own random numbers do not change."""
     slept, offsets = [], []
     monkeypatch.setattr(ver_ppo.time, "sleep", slept.append)
     for number in (0, 1, 0):
@@ -442,13 +481,13 @@ def test_latency_has_its_own_seed(monkeypatch):
 @pytest.mark.parametrize("words", ["mean_ms=-1", "spread=-0.1", "mean_ms='long'", "sleep=3"])
 def test_bad_latency(tmp_path, capsys, words):
     """Refused in one line."""
-    args = small(tmp_path, "--env-id", "tests.envs:Count-v0", "--wrappers", f"latency({words})")
-    one_line(capsys, args, words.split("=")[0])
+    line = f"--env-id tests.envs:Count-v0 --num-workers 0 --wrappers latency({words})"
+    one_line(capsys, small(tmp_path, *line.split()), words.split("=")[0])
     assert run_folders(tmp_path) == []
 
 
 def test_resize():
-    """Each pixel is the mean of those that it covers; what is no image stays."""
+    """Each pixel is the mean of those that it covers. Other parts stay as they are."""
     frames = gym.spaces.Box(0, 255, (12, 20, 3), np.uint8)
     space = gym.spaces.Dict({"rgb": frames, "goal": gym.spaces.Box(-1, 1, (2,))})
     env = gym.Env()
@@ -463,7 +502,7 @@ def test_resize():
 
 
 def test_resize_rounds_integers():
-    """A mean of 2.75 is 3, not 2: of bytes and of depth in millimetres alike."""
+    """A mean of 2.75 is 3, not 2, for bytes and for depth in millimeters."""
     for kind in (np.uint8, np.uint16, np.int32):
         env = gym.Env()
         env.observation_space = gym.spaces.Box(0, 200, (16, 16), kind)
@@ -473,7 +512,8 @@ def test_resize_rounds_integers():
 
 
 def test_hide():
-    """The hidden numbers are 0, the others as they were; and it can be made anew from its spec."""
+    """The hidden numbers are 0, and the others stay. The environment can be made again from its
+    spec."""
     hidden = "hide(indices=(1, 3))"
     options = ver_ppo.Options(env_id="CartPole-v1", wrappers=(hidden,))
     plain = gym.make("CartPole-v1")

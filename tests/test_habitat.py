@@ -1,9 +1,9 @@
-"""The adapter to Habitat: against a recording of the real thing everywhere, against the real thing
-where it is installed.
+"""The adapter to Habitat: everywhere with a recording of Habitat, and with Habitat itself where it
+is installed.
 
-The real one is tried if habitat_sim and habitat import and $HABITAT_DATA, or else
-../shared/habitat/data, is a folder with datasets/pointnav/*/v1 and scene_datasets (its train and
-val episodes lie in one scene).
+Tests with Habitat itself need habitat_sim, habitat, and a folder with datasets/pointnav/*/v1 and
+scene_datasets (its train and val episodes are in one scene). The folder is $HABITAT_DATA, or
+../shared/habitat/data.
 """
 
 import ast
@@ -42,12 +42,12 @@ RECORDED = {
         "distance_to_goal_reward": 0.21469402,
     },
 }
-METRICS = "distance_to_goal", "success", "spl"
+METRICS = ["distance_to_goal", "success", "spl"]
 
 
 class RecordedTask:
-    """What `make_gym_from_config` gives: old gym API, whose episodes last 5 steps at most, and end
-    by action 0."""
+    """In place of the result of `make_gym_from_config`, with the interface of the old gym. An
+    episode ends at action 0, or after 5 steps."""
 
     def __init__(self, config, dataset):
         self.config, self.dataset, self.seeds = config, dataset, []
@@ -97,7 +97,7 @@ class RecordedTask:
 
 
 def fresh_caches():
-    """Let it be found out anew whether Habitat is there."""
+    """Forget whether Habitat is installed."""
     habitat.require_habitat.cache_clear()
     pointnav.choose_simulator.cache_clear()
     pointnav.say_once.cache_clear()
@@ -105,7 +105,7 @@ def fresh_caches():
 
 @pytest.fixture(autouse=True)
 def fresh():
-    """It is found out anew by every test, and by those of other files."""
+    """Every test looks again whether Habitat is installed, and so do the tests of other files."""
     fresh_caches()
     yield
     fresh_caches()
@@ -113,8 +113,9 @@ def fresh():
 
 @pytest.fixture
 def recorded(monkeypatch):
-    """habitat_sim and habitat, with 36 episodes, in this process alone."""
-    monkeypatch.setattr(ver_ppo, "try_elsewhere", ver_ppo.try_env)
+    """While a test lasts, this process has a habitat_sim and a habitat with 36 episodes. Returns a
+    dictionary by which the test can change them."""
+    monkeypatch.setattr(ver_ppo, "describe_env", ver_ppo.try_env)
 
     def get_config(path, overrides):
         splits = [line for line in overrides if line.startswith("habitat.dataset.split=")]
@@ -128,7 +129,7 @@ def recorded(monkeypatch):
         return Namespace(habitat=Namespace(dataset=dataset, path=path, overrides=overrides, **task))
 
     class Dataset:
-        """36 episodes, three in each of twelve scenes; `loaded`: how many episodes were."""
+        """36 episodes, three in each of twelve scenes."""
 
         def __init__(self, kind, config=None):
             self.scenes = config.content_scenes if config else []
@@ -154,15 +155,15 @@ def make(number=0, split="train", env_kwargs=(), **options):
 
 
 def test_spaces_and_measures(recorded):
-    """A polar goal becomes [distance, cos, sin], a category Discrete, scalars metrics; five
-    results, not four."""
-    spec = ver_ppo.describe_env(ver_ppo.Options(env_kwargs=("simulator=habitat",)))
+    """A polar goal becomes [distance, cos, sin], a category becomes Discrete, and scalars become
+    metrics. A step has five results instead of four."""
+    spec = ver_ppo.describe_env(ver_ppo.Options(env_kwargs=("simulator=habitat",), num_workers=1))
     assert spec.metrics == METRICS
-    assert sorted(spec.observations) == [
-        "depth",
-        "goal",
-        "objectgoal",
-    ]
+    assert {key: shape for key, _, shape in spec.obs_fields} == {
+        "depth": (16, 16, 1),
+        "goal": (3,),
+        "objectgoal": (21,),
+    }
     env = make()
     assert env.observation_space["objectgoal"] == gym.spaces.Discrete(21)
     assert env.action_space == gym.spaces.Discrete(4)
@@ -183,15 +184,14 @@ def test_spaces_and_measures(recorded):
 
 
 def test_delayed_actions(recorded):
-    """All that touches the simulator, also to learn what it measures, is done in the thread that
-    has made it."""
-    wrappers = ("action_delay",)
-    options = ver_ppo.Options(env_kwargs=("simulator=habitat",), wrappers=wrappers)
+    """Only the thread that has made the simulator uses it, also to read its metrics."""
+    given = {"env_kwargs": ("simulator=habitat",), "wrappers": ("action_delay",)}
+    options = ver_ppo.Options(num_workers=1, **given)
     assert ver_ppo.describe_env(options).metrics == METRICS
 
 
 def test_step_limit_truncates(recorded):
-    """The step limit truncates; a stop terminates, in the last step too."""
+    """The step limit truncates. A stop terminates, also in the last step."""
     env = make()
     for last, ends in ((1, (False, True)), (0, (True, False))):
         env.reset(seed=1)
@@ -202,8 +202,8 @@ def test_step_limit_truncates(recorded):
 
 @pytest.mark.parametrize("num_envs", [1, 5, 36])
 def test_episodes(recorded, num_envs):
-    """Environments divide the validation episodes, and the training scenes: together they have
-    all. A reset's seed reaches the task."""
+    """Environments divide the validation episodes and the training scenes: together they have all
+    of them. A reset's seed reaches the task."""
     envs = [make(number, "val", num_envs=num_envs).unwrapped for number in range(num_envs)]
     shares = [env.gym_env.dataset.episodes for env in envs]
     assert sorted(sum(shares, [])) == list(range(36))
@@ -222,8 +222,8 @@ def test_episodes(recorded, num_envs):
 
 
 def test_configuration(recorded):
-    """The camera, the split, how habitat-lab must choose episodes and, last, what the user
-    overrides."""
+    """The overrides set the camera, the split, and how habitat-lab chooses episodes. The user's own
+    come last."""
     words = ("camera=rgb", "image_size=32", "a.b=c")
     seeds, iterator = set(), "habitat.environment.iterator_options"
     for split, number in (("train", 0), ("train", 1), ("val", 0), ("val", 1)):
@@ -245,8 +245,8 @@ def test_configuration(recorded):
 
 
 def test_own_configurations(recorded):
-    """--env-id habitat: any configuration, its keys overridden as --env-kwargs says, as Hydra reads
-    them."""
+    """--env-id habitat takes any configuration. --env-kwargs overrides its keys, in Hydra's syntax.
+    """
     path = "benchmark/nav/objectnav/objectnav_mp3d.yaml"
     words = f"config={path} habitat.environment.max_episode_steps=300 habitat.task.a=[1,2]"
     words += " habitat.task.b=True ~habitat.task.sensors=None"
@@ -269,8 +269,8 @@ def test_own_configurations(recorded):
 
 
 def test_scenes_of_environments():
-    """Together they have all scenes, each has sixteen if there are as many, and which ones depends
-    on the seed. Nobody has all if there are many more."""
+    """Together the environments have all scenes. Each has sixteen, if there are that many. Which
+    ones depends on the seed."""
     for num_scenes, num_envs in ((1, 4), (12, 4), (72, 4), (500, 32)):
         scenes = [f"room {number}" for number in range(num_scenes)]
         shares = [habitat.share_scenes(scenes, num_envs, number, 1) for number in range(num_envs)]
@@ -283,14 +283,14 @@ def test_scenes_of_environments():
 
 
 def test_given_scenes(recorded):
-    """Scenes that the user names are divided, too."""
+    """Environments also divide scenes that the user names."""
     given = "habitat.dataset.content_scenes=['room 3','room 4']"
     env = make(0, "train", (given,), num_envs=2).unwrapped
     assert set(env.gym_env.dataset.episodes) <= {9, 10, 11, 12, 13, 14}
 
 
 def test_a_given_seed(recorded):
-    """It changes the seeds of all environments, and they stay different."""
+    """A given seed changes the seeds of all environments, and they stay different."""
     seeds = {}
     for words in ((), ("habitat.seed=3",), ("habitat.seed=4",)):
         for number in (0, 1):
@@ -300,8 +300,8 @@ def test_a_given_seed(recorded):
     assert len(set(seeds.values())) == 6
 
 
-CONTINUOUS = {  # bounds that tasks declare; numbers of the policy; what arrives
-    # a base's velocity, and a part of an arm: the simulator clips the velocity to -1..1
+CONTINUOUS = {  # low and high bound of a task; the policy's numbers; the numbers that arrive
+    # a base's velocity, and a part of an arm. The simulator clips the velocity to -1..1
     "base": ([-20.0, 0.0, -1.0], [20.0, 1.0, 1.0], [-30.0, -0.5, 2.0], [-20.0, 0.0, 1.0]),
     # recorded from velocity_control: degrees a second, and metres a second
     "velocity_control": ([-10.0, 0.0], [10.0, 0.25], [7.0, 0.5], [7.0, 0.25]),
@@ -310,7 +310,7 @@ CONTINUOUS = {  # bounds that tasks declare; numbers of the policy; what arrives
 
 @pytest.mark.parametrize("task", CONTINUOUS)
 def test_actions_reach_the_task(recorded, task):
-    """Numbers of the policy are not stretched over declared bounds, and are clipped to them."""
+    """The policy's numbers are clipped to the declared bounds, and not stretched over them."""
     low, high, given, arrives = (np.array(each, np.float32) for each in CONTINUOUS[task])
     recorded["action_space"] = gym.spaces.Box(low, high, dtype=np.float32)
     env = make().unwrapped
@@ -320,7 +320,7 @@ def test_actions_reach_the_task(recorded, task):
     for sent, expected in ((within, within), (given, arrives)):
         env.step(ver_ppo.to_env_action(env.action_space, sent))
         np.testing.assert_allclose(env.gym_env.actions[-1], expected, rtol=1e-6)
-    spec = ver_ppo.describe_env(ver_ppo.Options(env_kwargs=("simulator=habitat",)))
+    spec = ver_ppo.spec_of(env)
     assert spec.action_dims == len(low) and not spec.choices
 
 
@@ -356,7 +356,7 @@ def test_goals_and_angles(recorded):
 
 
 def test_without_a_run(recorded):
-    """As any Gymnasium environment: without options, and again from its spec."""
+    """Like any Gymnasium environment, it is made without options, and made again from its spec."""
     env = gym.make("Habitat-v0", split="val", **{"habitat.seed": 3})
     assert env.unwrapped.gym_env.config.overrides[-1] == "habitat.seed=3"
     assert env.unwrapped.gym_env.dataset.episodes == list(range(36))
@@ -368,7 +368,8 @@ def test_without_a_run(recorded):
     "task, metric", [("Flee", "distance_from_start"), ("Explore", "places_visited")]
 )
 def test_transfer_tasks(recorded, monkeypatch, task, metric):
-    """Flee and Explore in Habitat: the score is asked of its simulator; the goal says nothing."""
+    """Flee and Explore in Habitat compute the score from its simulator. The goal carries no
+    information."""
     position = [0.5, 1.0, 0.5]
     sim = Namespace(
         get_agent_state=lambda: Namespace(position=position),
@@ -391,7 +392,8 @@ def test_transfer_tasks(recorded, monkeypatch, task, metric):
 
 
 def test_simulator_is_chosen(recorded, capsys):
-    """auto takes Habitat where it is, and says so; the check says what is there."""
+    """auto chooses Habitat if it is installed, and prints that. The check prints the task's spaces
+    and metrics."""
     assert isinstance(ver_ppo.make_env(ver_ppo.Options()).unwrapped, habitat.HabitatEnv)
     assert capsys.readouterr().out == "simulator: Habitat\n"
     builtin = ver_ppo.make_env(ver_ppo.Options(env_kwargs=("simulator=builtin",))).unwrapped
@@ -413,9 +415,10 @@ def test_simulator_is_chosen(recorded, capsys):
 
 
 def test_without_workers(recorded, capsys, tmp_path):
-    """auto keeps to the built-in simulator with --num-workers 0, and says so once; keys of Habitat
-    ask for it."""
+    """With --num-workers 0, auto chooses the built-in simulator, and prints that once. Keys of
+    Habitat's configuration require Habitat."""
     line = "--env-id pointnav --num-workers 0 --total-timesteps 64 --eval-episodes 1"
+    line += " --env-kwargs image_size=8"
     assert ver_ppo.main(small(tmp_path, *line.split(), *WHERE["overlap"])) == 0
     said = [text for text in capsys.readouterr().out.splitlines() if "simulator: " in text]
     assert said == ["simulator: built-in (--num-workers 0: Habitat needs worker processes)"]
@@ -431,10 +434,10 @@ def test_without_workers(recorded, capsys, tmp_path):
 
 @pytest.mark.parametrize("chosen", [{}, {name: "verbose" for name in habitat.QUIET}])
 def test_quiet(monkeypatch, chosen):
-    """The log levels are set when habitat_sim is imported, and those that were set already stay."""
+    """The log levels are set before habitat_sim is imported. Levels that were set already stay."""
     found = {}
 
-    class Finder:  # that all imports ask
+    class Finder:  # every import asks it
         def find_spec(self, name, path=None, target=None):
             if name == "habitat_sim":
                 found.update({key: os.environ.get(key) for key in habitat.QUIET})
@@ -452,7 +455,7 @@ def test_quiet(monkeypatch, chosen):
 
 
 def data_set(kind, **paths):
-    """Let configurations name this data set."""
+    """Make configurations name this data set."""
     get_config = sys.modules["habitat"].get_config
 
     def elsewhere(path, overrides):
@@ -464,7 +467,8 @@ def data_set(kind, **paths):
 
 
 def test_data_are_missing(recorded, capsys):
-    """Without its data set Habitat is not chosen, and refused in one line with the way out."""
+    """Without its data set, auto does not choose Habitat. If Habitat is required, one line names
+    the missing path and the cure."""
     data_set("PointNav-v1", data_path="nowhere/habitat-test-scenes/{split}.json.gz")
     assert isinstance(ver_ppo.make_env(ver_ppo.Options()).unwrapped, pointnav.PointNav)
     missing = "data set PointNav-v1: nowhere/habitat-test-scenes/train.json.gz is missing"
@@ -474,7 +478,8 @@ def test_data_are_missing(recorded, capsys):
 
 
 def test_a_configuration_of_habitat_baselines(recorded, tmp_path, monkeypatch):
-    """Loads without the parts for the trainer; files beside it can be its defaults."""
+    """The configuration is loaded without its parts for the trainer. Its defaults may be in files
+    beside it."""
     path = tmp_path / "mine.yaml"
     path.write_text(
         "# @package _global_\n\ndefaults:\n  - /benchmark/nav/pointnav: pointnav_habitat_test\n"
@@ -509,7 +514,7 @@ def test_typo_in_braces(recorded):
 @pytest.mark.parametrize("part", ["data_path", "scenes_dir"])
 @pytest.mark.parametrize("kind", ["ObjectNav-v1", "RearrangeDataset-v0"])
 def test_other_data_are_missing(recorded, capsys, tmp_path, kind, part):
-    """Another task's data set is named, with the path, and not where PointNav's comes from."""
+    """For another task, the line names its data set and path, and not the download for PointNav."""
     data_set(kind, **{part: "nowhere/here"})
     line = "--env-id habitat --env-kwargs config=benchmark/nav/objectnav/objectnav_mp3d.yaml"
     assert ver_ppo.main(small(tmp_path, *line.split())) == 2
@@ -519,7 +524,8 @@ def test_other_data_are_missing(recorded, capsys, tmp_path, kind, part):
 
 
 def test_the_check_fails(recorded, capsys):
-    """What cannot be made or stepped is said in one line, exit status 1; bad arguments: 2."""
+    """If the environment cannot be made or stepped, the check prints one line and exits with 1. For
+    bad arguments it exits with 2."""
     sys.modules["habitat.gym"].make_gym_from_config = lambda config, dataset: {}["no display"]
     assert habitat.main(["habitat.seed=3"]) == 1
     (line,) = capsys.readouterr().out.splitlines()
@@ -531,12 +537,12 @@ def test_the_check_fails(recorded, capsys):
     importlib.util.find_spec("habitat_sim") is not None, reason="Habitat is installed here"
 )
 def test_habitat_is_missing(capsys, tmp_path):
-    """auto takes the built-in simulator and says why; asked for by name, Habitat is refused in one
-    line with the way out."""
+    """auto chooses the built-in simulator, and prints the reason. If Habitat is required, one line
+    says how to install it."""
     assert isinstance(ver_ppo.make_env(ver_ppo.Options()).unwrapped, pointnav.PointNav)
     assert "simulator: built-in (no Habitat: " in capsys.readouterr().out
     ver_ppo.make_env(ver_ppo.Options(num_workers=0))
-    assert capsys.readouterr().out == "", "the same line is not said again"
+    assert capsys.readouterr().out == "", "the line is printed only once"
     task = "--env-id notebooks.environments.tasks:Flee-v0 --env-kwargs simulator=habitat"
     own = "--env-id habitat --env-kwargs config=objectnav.yaml"
     for line in (
@@ -573,7 +579,7 @@ def test_real_habitat(tmp_path, capfd):
     """Check, train with all invariants checked, evaluate, film, resume, transfer."""
     assert habitat.main(real_args()) == 0
     env_kwargs = ["--env-kwargs", "simulator=habitat", "image_size=32", *real_args()]
-    args = small(tmp_path, *"--num-workers 2 --debug --total-timesteps 512".split())
+    args = small(tmp_path, *"--num-workers 2 --extensions check --total-timesteps 512".split())
     assert ver_ppo.main([*args, "--eval-episodes", "4", *env_kwargs]) == 0
     said = capfd.readouterr().out
     assert "evaluation, 4 sampled episodes" in said and "spl" in said and "distance_to_goal" in said
@@ -589,7 +595,7 @@ def test_real_habitat(tmp_path, capfd):
 
 @REAL
 def test_real_seeds_repeat_a_run():
-    """Two environments with the same number and seeds see and get the same."""
+    """Two environments with the same number and seeds give the same observations and rewards."""
     env_kwargs = ("simulator=habitat", "image_size=32", *real_args())
     options = ver_ppo.Options(env_kwargs=env_kwargs, num_envs=1)
     runs = []

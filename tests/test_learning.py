@@ -1,4 +1,4 @@
-"""The loss by hand, the update, and that something is learned."""
+"""The loss by hand, the parts of an update, and that something is learned."""
 
 import math
 from types import SimpleNamespace
@@ -12,6 +12,7 @@ from torch.distributions import Categorical, Independent
 import ver_ppo
 from notebooks.extensions import networks
 from notebooks.extensions.virtual_clock import SPEC, VirtualWorkers, build
+from tests.helpers import make_spec
 
 pytestmark = pytest.mark.quick
 
@@ -38,7 +39,10 @@ def test_ppo_loss_by_hand():
     where the ratio has left the range in the direction of its advantage."""
     logits = torch.randn(12, 3).double().requires_grad_()
     value = torch.randn(12).double().requires_grad_()
-    batch = {"action": torch.randint(3, (12, 1)), "log_prob": -1 - torch.rand(12).double()}
+    action = torch.randint(3, (12, 1))
+    log_prob = logits.detach().log_softmax(dim=1).gather(1, action)[:, 0]
+    # about half of the ratios leave their range
+    batch = {"action": action, "log_prob": log_prob + 0.3 * torch.randn(12)}
     batch |= {name: torch.randn(12).double() for name in ("norm_advantage", "returns")} | {
         "weight": torch.rand(12).double(),
         "scale": 3.0,
@@ -96,7 +100,7 @@ def test_entropy_constraint(target, grows):
 def test_deviation_has_bounds(bound):
     """An entropy bonus widens the distribution of a continuous action up to a bound, and a
     deviation that falls stops at the other. From there it can still move back."""
-    spec = ver_ppo.EnvSpec(gym.spaces.Box(-1, 1, (2,)), gym.spaces.Box(-1, 1, (3,)), ())
+    spec = make_spec(gym.spaces.Box(-1, 1, (2,)), gym.spaces.Box(-1, 1, (3,)))
     policy = ver_ppo.Policy(spec, ver_ppo.Options(hidden_size=8))
     optimizer = torch.optim.SGD([policy.log_std_A], lr=1.0)
     towards = 1.0 if bound > 0 else -1.0
@@ -111,7 +115,7 @@ def test_deviation_has_bounds(bound):
 
 
 def test_entropy_constraint_is_of_the_plain_mean():
-    """The weights of steps do not enter it: its gradient is coefficient x (mean - target)."""
+    """The weights of steps do not count: the gradient is coefficient x (mean - target)."""
     logits = torch.tensor([[0.0, 0.0], [0.0, 4.0]])
     each = torch.distributions.Categorical(logits=logits[:, None])
     distribution = torch.distributions.Independent(each, 1)
@@ -174,9 +178,9 @@ def test_epochs(monkeypatch):
 
 
 def test_units_of_returns():
-    """The running root mean square of the returns: the first ones that are not 0 count whole, later
-    ones a twentieth; of all processes, the mean of their squares counts. Values are in its
-    units."""
+    """The scale is the running root mean square of the returns. The first returns that are not 0
+    count whole, and later ones a twentieth. With several processes, the mean of their squares
+    counts. Values are in units of the scale."""
     workers = VirtualWorkers(2, lambda e, step: 1.0)
     policy, rollout, c = build(workers, 2, 8, num_minibatches=1)
     policy.critic.scale.data.fill_(0.0)
@@ -210,7 +214,7 @@ def test_units_of_returns():
 @pytest.mark.parametrize("norm_adv", [True, False])
 def test_units_of_advantages(norm_adv):
     """With --norm-adv, the mean and the deviation over all processes that learn together; else the
-    scale of values. What the processes exchange is the mean of each one's own."""
+    scale of values. The processes exchange the means of their own numbers."""
     policy, rollout, c = build(VirtualWorkers(2, lambda e, step: 1.0), 2, 8, norm_adv=norm_adv)
     rollout.rows = 12
     both = np.random.default_rng(0).normal(3, 2, (2, 12))
@@ -268,13 +272,13 @@ def test_one_outlier_in_the_rewards():
 
 
 def test_rewards_of_any_size(tmp_path):
-    """The same run with rewards 128 times as large, and divided by 128: the same actions, and bit
-    for bit the same weights, but for the scale. By 100, a number that is not exact, up to rounding;
-    by 0, nothing is learned but the entropy's bonus."""
+    """With rewards 128 times as large, or divided by 128, a run takes the same actions. All weights
+    are the same bit for bit, except the scale. With a factor of 100, which is no power of 2, they
+    are the same up to rounding. With 0, only the entropy bonus is learned."""
     saved = {}
     for factor in (1, 128, 1 / 128, 100, 0):
         line = "--env-id tests.envs:Cue-v0 --num-workers 0 --learner-threads 1"
-        line += " --num-envs 4 --num-steps 16 --hidden-size 8 --total-timesteps 640"
+        line += " --num-envs 4 --num-steps 16 --hidden-size 8 --total-timesteps 384"
         line += " --eval-episodes 0 --gamma 0.875 --gae-lambda 0.5"
         line += f" --runs-dir {tmp_path / str(factor)}"
         line += f" --wrappers tests.envs:Rewards(factor={factor})"
@@ -304,8 +308,8 @@ def test_bfloat16_is_refused(monkeypatch):
 
 
 def test_bfloat16():
-    """bf16 is for the encoders: what they give is float32 again, and close; so learning finds the
-    log-probabilities and values that acting found."""
+    """Only the encoders compute in bf16. Their features are float32 again, and close. So learning
+    finds the log-probabilities and values that acting found."""
     policy = networks.ResNet18(SPEC, ver_ppo.Options(hidden_size=8))
     inputs = (
         {"obs": torch.randn(9, 4)},
@@ -337,8 +341,9 @@ def test_bfloat16():
 def test_distributions():
     """Several choices are independent: log-probabilities and entropies add, the mode is each
     one's."""
-    spec = ver_ppo.EnvSpec(SPEC.observations, gym.spaces.MultiDiscrete([3, 4]), ())
-    policy, core = ver_ppo.Policy(spec, ver_ppo.Options(hidden_size=8)), 100 * torch.randn(50, 8)
+    spec = make_spec(gym.spaces.Box(-1, 1, (4,)), gym.spaces.MultiDiscrete([3, 4]))
+    policy = ver_ppo.Policy(spec, ver_ppo.Options(hidden_size=8))
+    core = 100 * torch.randn(50, 8)
     # three choices, and one that is not there; four
     parts = [Categorical(logits=part) for part in policy.actor(core).split([3, 1, 4], 1)[::2]]
     joint = policy.heads(core)[0]
@@ -351,7 +356,7 @@ def test_distributions():
 
 
 def test_learning_rate():
-    """A cosine from 1 to 0."""
+    """It follows a cosine from 1 to 0."""
     options = ver_ppo.Options(total_timesteps=1000)
     steps = 0, 500, 1000, 1100
     runs = [SimpleNamespace(step=step, options=options) for step in steps]

@@ -19,8 +19,8 @@ def random_steps(seed, segments=5, steps=60):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_every_step_once(seed):
-    """Every step lies in exactly one mini-batch, all are of one size, and no sequence crosses a
-    border. Cuts alone split sequences; packing neither loses nor mixes any."""
+    """Every step is in exactly one mini-batch, all mini-batches have the same size, and no sequence
+    crosses a border. Only cuts split sequences. Packing neither loses nor mixes steps."""
     segment_S, first_S = random_steps(seed)
     sequences = ver_ppo.find_sequences(segment_S, first_S)
     num_minibatches = [1, 2, 3, 4, 5, 6][seed % 6]
@@ -47,10 +47,10 @@ def test_every_step_once(seed):
 
 @pytest.mark.parametrize("options", [{"lstm_layers": 1}, {"lstm_layers": 2}, {"lstm_layers": 0}])
 def test_packed_lstm_is_stepping(options):
-    """The network over packed sequences gives what stepping gave while collecting, step by step,
-    whatever the order and the cuts: PPO's first ratios are 1, those of carried-over steps (of the
-    same weights here) included. A tail of a cut sequence needs the state before its own first
-    step, also if its mini-batch has an earlier sequence of that environment."""
+    """Over packed sequences, the network gives the numbers that it gave step by step while
+    collecting, for any order and any cuts. So PPO's first ratios are 1. (Here, the policy of
+    carried-over steps had the same weights.) A tail of a cut sequence needs the state before its
+    own first step, also if its mini-batch has an earlier sequence of that environment."""
     seconds, endings = [1.0, 1.7, 2.3, 3.1, 6.1], {8: "terminated", 5: "truncated"}
     workers = VirtualWorkers(5, lambda e, step: seconds[e], lambda e, step: endings.get(step % 9))
     policy, rollout, c = build(workers, 5, 12, **options)
@@ -76,8 +76,8 @@ def test_packed_lstm_is_stepping(options):
 
 @pytest.mark.parametrize("layers", [1, 2])
 def test_padding_changes_nothing(layers):
-    """On a CPU sequences are padded inside of the LSTM: outputs and gradients are those of the
-    PackedSequence, which is what a GPU gets."""
+    """On a CPU, the LSTM pads sequences. Outputs and gradients are those of the PackedSequence,
+    which a GPU gets."""
     lengths = torch.tensor([9, 6, 6, 2, 1])
     batch_sizes = (lengths[None] > torch.arange(9)[:, None]).sum(1)
     lstm, x = ver_ppo.LSTM(7, 5, layers), torch.randn(int(lengths.sum()), 7)

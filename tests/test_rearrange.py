@@ -1,4 +1,5 @@
-"""Mobile manipulation: the tasks can be done, and only by doing them; what the planner chains."""
+"""Mobile manipulation: each task can be done, nothing else counts as success, and the planner
+chains the skills."""
 
 import math
 
@@ -14,8 +15,8 @@ from tests.helpers import run_here, saved
 
 
 class Arm:
-    """Does a skill by what is observed: turn the arm to the goal, reach for it, close or open the
-    gripper, stop."""
+    """Does a skill, from the observation alone: turns the arm to the goal, reaches for it, closes
+    or opens the gripper, and stops."""
 
     def __init__(self, name):
         self.name = name
@@ -35,7 +36,7 @@ class Arm:
 
 
 class Legs:
-    """Follows the shortest path to where the planner wants it."""
+    """Follows the shortest path to the planner's goal."""
 
     def __init__(self, env):
         self.env = env
@@ -60,8 +61,8 @@ def small(skill="pick", base=True):
 @pytest.mark.filterwarnings("ignore:.*infinity")  # of Gymnasium's checker: a goal may be anywhere
 @pytest.mark.parametrize("name", ["Pick", "Place", "PickArm", "PlaceArm"])
 def test_skills(name):
-    """Each is a Gymnasium environment that can be done by the arm alone, within reach; rewards add
-    up to what was gained."""
+    """Each skill is a Gymnasium environment. The arm alone can do it, within reach. The rewards add
+    up to the gain."""
     env_id = f"notebooks.environments.rearrange:{name}-v0"
     env = ver_ppo.make_env(ver_ppo.Options(env_id=env_id, env_kwargs=("image_size=8",)), "val")
     assert env.unwrapped.split == "val" and env.observation_space["depth"].shape == (8, 8, 1)
@@ -83,8 +84,8 @@ def test_skills(name):
 
 
 def test_only_by_doing():
-    """Stopping without the object, or with it where it does not belong, is no success; who lets go
-    has lost it."""
+    """Stopping without the object, or with it in the wrong place, is not a success. A gripper that
+    opens loses the object."""
     cases = ("pick", 1), ("pick", -1), ("place", 1), ("place", -1)  # the last: put down here
     for skill, grip in cases:
         env = small(skill)
@@ -118,8 +119,8 @@ def test_the_arm_ends_at_walls():
 
 @pytest.mark.parametrize("navigate", [True, False])
 def test_chain(monkeypatch, navigate):
-    """Fetch and carry by skills that never fail: Navigate ends 0.6 m before its target; without it,
-    the arm cannot reach."""
+    """With skills that never fail, the chain fetches the object and brings it to its place.
+    Navigate ends 0.6 m before its target. Without Navigate, the arm cannot reach."""
     monkeypatch.setattr(chain, "Skill", lambda skill: skill)
     whole = 0
     for seed in range(12):
@@ -145,10 +146,10 @@ def test_chain(monkeypatch, navigate):
 
 
 def test_skill_runs(tmp_path):
-    """A policy trained by ver_ppo.py acts in the chain; its memory begins empty with each skill."""
+    """A policy trained by ver_ppo.py acts in the chain. Its memory begins empty with each skill."""
     line = "--env-id notebooks.environments.rearrange:Pick-v0 --env-kwargs image_size=16"
     folder = run_here(tmp_path, f"{line} --num-workers 0 --total-timesteps 128")
-    policy, options = play.load_policy(folder)
+    policy, options = play.load_policy(folder, trust=True)
     assert options.env_kwargs == ("image_size=16",) and options.device == "cpu"
     weights = saved(folder)["policy"]
     assert all(torch.equal(weights[name], tensor) for name, tensor in policy.state_dict().items())

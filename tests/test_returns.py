@@ -109,9 +109,10 @@ def test_nothing_leaks_across_borders(way):
 
 
 def vtrace_by_definition(n, ratio_S):
-    """v_t = V_t + sum over k of gamma^k (lambda^k c_t ... c_{t+k-1}) rho_{t+k} delta_{t+k}, and the
-    advantage r_t + gamma (V + lambda (v - V))_{t+1} - V_t, episode by episode; rho and c are ratios
-    of 1 at most."""
+    """Targets and advantages of V-trace, episode by episode. A target is
+    v_t = V_t + sum over k of gamma^k (lambda^k c_t ... c_{t+k-1}) rho_{t+k} delta_{t+k}.
+    An advantage is r_t + gamma (V + lambda (v - V))_{t+1} - V_t. Here rho and c are the ratios, but
+    at most 1."""
     excess_S, advantage_S = np.zeros((2, len(ratio_S)))
     for step in reversed(range(len(ratio_S))):
         (_, advantage_S[step]), *later = rest_of_episode(n, step)
@@ -126,8 +127,8 @@ def vtrace_by_definition(n, ratio_S):
 
 @torch.no_grad()
 def make_rollout(numbers, ratio_S):
-    """A rollout of these numbers, with actions that are so many times as probable now as when they
-    were chosen; its policy and options; and the numbers, with the values as they are now."""
+    """A rollout of these numbers, its policy and options, and the numbers with the policy's values.
+    `ratio_S` says by which factor each action is now more probable than when it was chosen."""
     options = ver_ppo.Options(
         num_envs=4, num_steps=20, gamma=GAMMA, gae_lambda=LAMBDA, lstm_layers=0
     )
@@ -162,8 +163,8 @@ def test_vtrace_against_definition(seed):
 
 
 def test_vtrace_on_policy_is_gae():
-    """Where both policies are one, the advantages are those of GAE, and the targets are values plus
-    these."""
+    """If both policies are the same, the advantages are those of GAE, and the targets are values
+    plus advantages."""
     policy, rollout, options, numbers = make_rollout(random_steps(3), np.ones(80))
     add_corrected_advantages(policy, rollout, options)
     np.testing.assert_allclose(rollout["advantage"], gae(numbers), rtol=1e-4, atol=1e-5)
@@ -173,8 +174,8 @@ def test_vtrace_on_policy_is_gae():
 
 
 def test_returns_of_a_rollout():
-    """Without V-trace: the values that were stored, GAE, importance weights; of its first 60 steps,
-    if it ended early."""
+    """Without V-trace, a rollout gets GAE from the stored values, and importance weights. If it
+    ended early, only its first 60 steps get them."""
     numbers = random_steps(4)
     _, rollout, options, _ = make_rollout(numbers, np.ones(80))
     rollout.rows = 60

@@ -10,8 +10,7 @@ LINE = "--env-id CartPole-v1 --num-workers 0 --total-timesteps 320 --checkpoint-
 
 
 def test_series(tmp_path, capsys):
-    """Every checkpoint is kept, and evaluated in order; the best is named. A resumed run keeps
-    more of them."""
+    """Every checkpoint is kept, and evaluated in order. The last line names the best."""
     folder = run_here(tmp_path, LINE, "--extensions", "keep")
     kept = sorted(int(path.stem) for path in (folder / "checkpoints").iterdir())
     assert kept == [128, 256, 320]
@@ -38,11 +37,13 @@ def read_table(path):
 
 
 def test_every_episode_once(tmp_path, capsys):
-    """`--eval-episodes all` asks the environment how many there are, and plays each once. A run
-    without kept checkpoints has its last."""
+    """`--eval-episodes all` asks the environment how many episodes it has, and plays each once. A
+    run without kept checkpoints has one, its last. Code that the run names needs --trust."""
     line = "--env-id tests.envs:Listed-v0 --num-workers 0 --total-timesteps 64 --num-envs 4"
     folder = run_here(tmp_path, line)
-    assert series.main([str(folder), "--eval-episodes", "all"]) == 0
+    args = [str(folder), "--eval-episodes", "all"]
+    one_line(capsys, args, "names code that is imported", series.main)
+    assert series.main([*args, "--trust"]) == 0
     rows = read_table(folder / "evaluation/64.csv")
     assert [float(row["index"]) for row in rows] == list(range(10))
     said = capsys.readouterr().out.splitlines()
@@ -50,7 +51,8 @@ def test_every_episode_once(tmp_path, capsys):
 
 
 def test_refusals(tmp_path, capsys):
-    """A folder without a series, and a metric that is not there: one line."""
+    """A folder without a checkpoint, an unknown metric, and an environment that does not say how
+    many episodes it has are refused in one line."""
     one_line(capsys, [str(tmp_path)], "there is no checkpoint", series.main)
     folder = run_here(tmp_path, LINE, "--extensions", "keep")
     args = [str(folder), "--eval-episodes", "2", "--metric", "spl"]

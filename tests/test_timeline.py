@@ -1,7 +1,8 @@
-"""The page with the timelines: its traces come from the shipped code, and a browser shows them."""
+"""The page with timelines: its traces come from the shipped code, and a browser shows them."""
 
 import collections
 import html
+import itertools
 import json
 import re
 import shutil
@@ -43,16 +44,22 @@ make("pre", { id: "result" }, document.body, JSON.stringify(result));
 """
 
 
-def test_traces_come_from_the_shipped_code():
-    """The page holds what the code gives today."""
+def test_traces_come_from_the_shipped_code(monkeypatch):
+    """The page has a trace for every combination of the settings. One in five is made again, and is
+    the same as on the page. The command writes the page in this form."""
+    settings = list(itertools.product(*timeline.SETTINGS.values()))
+    stored = dict(zip(settings, PAGE["traces"].values(), strict=True))
+    for setting in settings[::5]:
+        assert timeline.trace(*setting) == stored[setting]
+    monkeypatch.setattr(timeline, "trace", lambda *setting: stored[setting])
     assert timeline.write() == timeline.PAGE.read_text()
 
 
 @pytest.mark.parametrize("sampler", timeline.SETTINGS["sampler"])
 def test_traces(sampler):
-    """Each of the three rollouts has T x N steps. No environment does two things at once. `sync`
-    and `nover` give T steps of each environment, and learn from the newest policy's steps alone.
-    In `ver`, at most one step of each environment in a rollout is older."""
+    """Each of the three rollouts has T x N steps. No environment makes two steps at once. `sync`
+    and `nover` take T steps of each environment, all from the newest policy. With `ver`, at most
+    one step of each environment in a rollout is older."""
     for name, trace in PAGE["traces"].items():
         own, *_, num_envs, num_steps = name.split()
         if own != sampler:
@@ -79,7 +86,7 @@ def test_traces(sampler):
 
 @pytest.mark.skipif(not BROWSER, reason="there is no Chromium")
 def test_in_a_browser(tmp_path):
-    """Every control is moved, and every number shown is the stored one."""
+    """Every control is moved, and the page shows the stored numbers."""
     copy = tmp_path / "timeline.html"
     copy.write_text(timeline.PAGE.read_text() + MOVES)
     words = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]

@@ -328,8 +328,6 @@ def make(
     if overrides and simulator == "builtin":
         raise ValueError(f"{min(overrides)} is Habitat's: not with simulator=builtin")
     if simulator == "auto":
-        # auto never means 0 workers in Habitat: its steps take far longer than those that are too
-        # cheap for a process
         workerless = bool(options) and options.num_workers == 0
         simulator = "habitat" if overrides else choose_simulator(workerless)
     if simulator == "builtin":

@@ -50,7 +50,7 @@ class Planner(ver_ppo.Policy):
 
 def reads_goal(encoder):
     """Whether this is the encoder of the observation `goal`."""
-    return isinstance(encoder, ver_ppo.Vector) and encoder.key == "goal"
+    return encoder.source.key == "goal"
 
 
 class NeuralController(ver_ppo.Policy):
@@ -88,14 +88,8 @@ class NeuralController(ver_ppo.Policy):
         """Load the agent's weights. Raises UserError."""
         if not file:
             raise ver_ppo.UserError("controller: give an agent's checkpoint, controller(file=FILE)")
-        saved = ver_ppo.load_checkpoint(file)["policy"]
         own = self.log_ent_coef.detach().clone()
-        try:
-            self.load_state_dict(saved)
-        except RuntimeError as error:
-            reason = " ".join(str(error).split())[:300]
-            advice = "give the --env-kwargs and sizes of that run"
-            raise ver_ppo.UserError(f"controller: {file}: {reason}: {advice}") from None
+        ver_ppo.load_weights(self, file)
         self.log_ent_coef.data.copy_(own)
 
     @property

@@ -22,7 +22,7 @@ import pickletools
 import sys
 import zlib
 from collections import OrderedDict
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import torch
@@ -58,13 +58,17 @@ IMAGE_GOALS = "imagegoal", "instance_imagegoal"
 LEAST_VARIANCE = 1e-2  # of normalized images that are loaded
 
 
-class Plain(ver_ppo.Vector):
+class Plain(nn.Module):
     """Numbers that enter the core as they are."""
 
-    def __init__(self, key, space):
-        super().__init__(key, space, out_features=math.prod(space.shape))
-        self.normalize = nn.Identity()
-        self.layers = nn.Identity()
+    def __init__(self, source):
+        super().__init__()
+        self.source = source
+        self.out_features = source.channels
+        source.normalize = nn.Identity()
+
+    def forward(self, obs):
+        return self.source(obs)
 
 
 class Critic(ver_ppo.Critic):
@@ -141,15 +145,16 @@ class HabitatBaselines(networks.ResNetPolicy):
         plain = []
         linear = {}
         goals = {}
-        for key, space in spec.observations.items():
+        for key in spec.obs:
+            source = ver_ppo.Input(key, spec)
             if key in IMAGE_GOALS:
-                goals[key] = self.make_resnet([ver_ppo.Image(key, space)], options)
+                goals[key] = self.make_resnet([source], options)
             elif key in LINEAR:
-                linear[key] = networks.LinearVector(key, space)
-            elif ver_ppo.image_layout(space):
-                images.append(ver_ppo.Image(key, space))
-            elif len(space.shape) == 1:
-                plain.append(Plain(key, space))
+                linear[key] = networks.LinearVector(source)
+            elif source.layout:
+                images.append(source)
+            else:
+                plain.append(Plain(source))
         camera = [self.make_resnet(images, options)] if images and self.backbone else []
         by_layer = [linear[key] for key in LINEAR if key in linear]
         by_image = [goals[key] for key in IMAGE_GOALS if key in goals]
@@ -341,10 +346,11 @@ def take(policy, weights):
         if isinstance(encoder, networks.ResNet):
             take_images(encoder, pop)
         elif not isinstance(encoder, Plain):
-            layer = pop(f"net.{LINEAR[encoder.key]}.")
-            if encoder.key == "objectgoal" and layer:  # a table: a linear layer of one-hot vectors
+            key = encoder.source.key
+            layer = pop(f"net.{LINEAR[key]}.")
+            if key == "objectgoal" and layer:  # a table: a linear layer of one-hot vectors
                 layer = [layer[0].T, torch.zeros(encoder.out_features)]
-            put(encoder, layer, encoder.key)
+            put(encoder, layer, key)
     put(policy.core, pop("net.state_encoder.rnn."), "core")
     put(policy.action_embedding, pop("net.prev_action_embedding."), "previous action")
     for parameter in pop("action_distribution.std"):
@@ -358,7 +364,7 @@ def take(policy, weights):
 
 def take_images(encoder, pop):
     """The weights of an encoder of images, and its running statistics."""
-    images = encoder.image.images
+    images = encoder.source.images
     goal = images[0].key
     stem = f"net.{goal}" if goal in IMAGE_GOALS else "net.visual"
     running = pop(f"{stem}_encoder.running_mean_and_var.")
@@ -453,16 +459,15 @@ def convert(path, argv):
     arguments, hidden, layers = arguments_of(weights, config)
     words = ", ".join(f"{key}={value}" for key, value in arguments.items())
     theirs = options_of(config) | {"hidden_size": hidden, "lstm_layers": layers}
-    theirs["policy"] = f"from_habitat({words})"
-    default = ver_ppo.Options(**theirs)
-    options = tyro.cli(ver_ppo.Options, args=argv, default=default)
-    if not ver_ppo.names_environment(argv):
+    theirs |= {"policy": f"from_habitat({words})", "env_id": "habitat"}
+    options = tyro.cli(ver_ppo.Options, args=argv, default=ver_ppo.Options(**theirs))
+    if options.env_id == "habitat" and "config" not in ver_ppo.read_arguments(options.env_kwargs):
         if "habitat" not in config:
-            advice = "give --env-id habitat --env-kwargs config=FILE"
+            advice = "give --env-kwargs config=FILE"
             raise UserError(f"{path} has no task that habitat-lab 0.3 knows: {advice}")
         task = task_file(config, Path(path).stem, options.runs_dir)
-        kwargs = (f"config={task}", *options.env_kwargs)
-        options = ver_ppo.replace(options, env_id="habitat", env_kwargs=kwargs)
+        options = replace(options, env_kwargs=(f"config={task}", *options.env_kwargs))
+    ver_ppo.check_options(options)
     converted = type("Converted", (Converted,), {"weights": weights})
     with contextlib.closing(converted(options)) as run:
         run.save()
@@ -470,7 +475,7 @@ def convert(path, argv):
         value = getattr(options, field.name)
         if value != field.default:
             print(f"--{field.name.replace('_', '-')} {value}")
-    return run.folder.path
+    return run.folder
 
 
 def main(argv=None):

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import ver_ppo
-from ver_ppo import ACTION_FEATURES, Image, UserError, image_layout, orthogonal
+from ver_ppo import ACTION_FEATURES, Input, UserError, orthogonal
 
 # ------------------------------------------------------------------------------ Residual encoders
 
@@ -88,7 +88,7 @@ class ResNet(nn.Module):
 
     def __init__(
         self,
-        image,
+        source,
         out_features,
         blocks,
         bottleneck=True,
@@ -99,15 +99,15 @@ class ResNet(nn.Module):
         most_channels=512,
     ):
         super().__init__()
-        if min(image.size) < 64:
-            raise UserError(f"a residual encoder needs images of 64 x 64 at least: {image.size}")
-        self.image = image
+        if min(source.size) < 64:
+            raise UserError(f"a residual encoder needs images of 64 x 64 at least: {source.size}")
+        self.source = source
         self.out_features = out_features
         layers = [nn.AvgPool2d(2)]
         if modern:
-            layers.append(convolution(image.channels, 32, 4, 4, padding=0))
+            layers.append(convolution(source.channels, 32, 4, 4, padding=0))
         else:
-            layers += [convolution(image.channels, 32, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
+            layers += [convolution(source.channels, 32, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
         channels = 32
         for stage, count in enumerate(blocks):
             planes = 32 * 2**stage
@@ -122,14 +122,14 @@ class ResNet(nn.Module):
                 channels = 4 * planes if bottleneck else planes
         self.backbone = nn.Sequential(*layers)
         with torch.no_grad():
-            height, width = self.backbone(torch.zeros(1, image.channels, *image.size)).shape[2:]
+            height, width = self.backbone(torch.zeros(1, source.channels, *source.size)).shape[2:]
         compressed = min(most_channels, round(2048 / (height * width)))
         last = nn.Conv2d(channels, compressed, 3, padding=1, bias=False)
         self.compress = nn.Sequential(last, nn.GroupNorm(1, compressed), nn.ReLU(), nn.Flatten())
         self.out = orthogonal(nn.Linear(compressed * height * width, out_features))
 
     def forward(self, obs):
-        return torch.relu(self.out(self.compress(self.backbone(self.image(obs)))))
+        return torch.relu(self.out(self.compress(self.backbone(self.source(obs)))))
 
 
 class Stack(nn.Module):
@@ -146,13 +146,18 @@ class Stack(nn.Module):
         return torch.cat([image(obs) for image in self.images], dim=1)
 
 
-class LinearVector(ver_ppo.Vector):
-    """One linear layer from a vector to 32 features (DD-PPO section 4), not normalized."""
+class LinearVector(nn.Linear):
+    """One linear layer from a vector to 32 features (DD-PPO section 4). The vector is not
+    normalized."""
 
-    def __init__(self, key, space):
-        super().__init__(key, space, out_features=32)
-        self.normalize = nn.Identity()
-        self.layers = orthogonal(nn.Linear(self.in_features, 32))
+    def __init__(self, source):
+        super().__init__(source.channels, 32)
+        orthogonal(self)
+        self.source = source
+        source.normalize = nn.Identity()
+
+    def forward(self, obs):
+        return super().forward(self.source(obs))
 
 
 def computes_bf16(device):
@@ -179,12 +184,12 @@ class ResNetPolicy(ver_ppo.Policy):
         encoders = []
         # images of one size are stacked, but not the image of a goal on the image of the camera
         stacks = {}
-        for key, space in spec.observations.items():
-            if image_layout(space):
-                image = Image(key, space)
-                stacks.setdefault((image.size, "goal" in key), []).append(image)
+        for key in spec.obs:
+            source = Input(key, spec)
+            if source.layout:
+                stacks.setdefault((source.size, "goal" in key), []).append(source)
             else:
-                encoders.append(LinearVector(key, space))
+                encoders.append(LinearVector(source))
         for images in stacks.values():
             encoders.append(ResNet(Stack(images), options.hidden_size, **self.backbone))
         return nn.ModuleList(encoders)

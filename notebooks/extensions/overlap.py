@@ -15,13 +15,12 @@ import contextlib
 import copy
 import itertools
 import time
-import traceback
 
 import numpy as np
 import torch
 
 import ver_ppo
-from ver_ppo import EnvironmentFailure, UserError
+from ver_ppo import EnvironmentFailure
 
 SEED_OF_COLLECTOR = 3  # first number of ver_ppo.derive_seed
 
@@ -48,111 +47,120 @@ def rollout_on(rollout, device):
 
 
 class Overlap(ver_ppo.Run):
-    """Another process fills one of two rollouts while the learner uses the other."""
+    """Another process collects the next rollout while the policy learns from this one."""
 
-    max_lag = 1
+    max_lag = 1  # updates that the policy that acts may be behind (for --extensions check)
 
-    def rollouts(self):
-        """Yield rollouts from the collecting process. Most of a rollout comes from the policy of
-        one update before. Every inference batch uses the newest weights.
-
-        Rollouts and weights travel through shared CPU memory. Version v of the weights is row
-        v % 2. Version v + 2 overwrites that row at the end of an update. Before that update began,
-        the process had handed its rollout over and version v + 1 was there, which it has read since
-        then. So no row is read while it is written. (The version number follows the weights by
-        microseconds, far longer than any processor holds a store back.) Raises EnvironmentFailure
-        if the process ends.
-        """
-        policy = self.policy
-        device = next(policy.parameters()).device
-        weights = flat_weights(policy).cpu()
-        weights = torch.stack([weights, weights]).share_memory_()
-        version = torch.tensor(self.version).share_memory_()
-        rollouts = [self.make_rollout() for _ in range(2)]
-        context = ver_ppo.process_context()
-        inbox, commands = context.Pipe(duplex=False)
-        messages, outbox = context.Pipe(duplex=False)
-        what = self.spec, self.options, self.step, self.collector_class
-        args = inbox, outbox, *what, rollouts, weights, version
-        process = context.Process(target=collector_process, args=args)
-        process.start()
-        inbox.close()  # only the process has these ends: if it dies, the messages end
-        outbox.close()
-        try:
-            ver_ppo.send_numbers(commands, [0])
-            for number in itertools.cycle([0, 1]):
-                while process.exitcode is None and not messages.poll(1.0):
-                    if self.enough():
-                        yield rollouts[number]
-                try:
-                    if not messages.poll():
-                        raise EOFError
-                    message = messages.recv()  # new attributes of the rollout, or an error
-                    if isinstance(message, Exception):
-                        raise message
-                    ver_ppo.send_numbers(commands, [1 - number])
-                except (EOFError, BrokenPipeError):
-                    process.join(5)
-                    reason = f"the collecting process died with exit code {process.exitcode}"
-                    raise EnvironmentFailure(reason) from None
-                vars(rollouts[number]).update(message)
-                yield rollout_on(rollouts[number], device)
-                weights[(version + 1) % 2] = flat_weights(policy).cpu()
-                version += 1
-        finally:
-            commands.close()  # the process exits when its pipe ends
-            ver_ppo.end_process(process, 10)
-
-    def make_rollout(self):
-        """A rollout in shared memory."""
-        size = self.options.rollout_steps, self.options.num_envs, self.policy.state_shape
-        rollout = ver_ppo.Rollout(self.spec, *size, torch.device("cpu"))
-        rollout.share()
-        ver_ppo.share_memory([*rollout.obs.values(), rollout.state])
-        return rollout
+    def start(self):
+        """As Run.start, with a process that collects."""
+        seed = ver_ppo.derive_seed(ver_ppo.SEED_OF_LEARNER, self.options.seed, self.step)
+        torch.manual_seed(seed)
+        self.cleanup.enter_context(ver_ppo.caught_signals(self.note_signal))
+        # without rows, because it gets those that the process has filled
+        self.rollout = ver_ppo.Rollout(self.spec, 0, 0, self.policy.state_shape, self.device)
+        self.collector = CollectingProcess(self)
+        self.cleanup.callback(self.collector.close)
+        self.cleanup.callback(self.save)
 
     def advantages(self, rollout):
         """As Run.advantages, but corrected for older steps."""
         add_corrected_advantages(self.policy, rollout, self.options)
         return rollout
 
+    def update(self, rollout):
+        """As Run.update. Then the collecting process gets the new weights."""
+        logs = super().update(rollout)
+        self.collector.publish(self.policy, self.version + 1)
+        return logs
 
-def collector_process(inbox, outbox, spec, options, step, collector_class, rollouts, *published):
-    """Body of the collecting process: collect into the rollout whose number arrives, until the main
-    process closes the pipe or dies."""
+
+class CollectingProcess:
+    """A collector in a process of its own, as `Run.collect` sees it.
+
+    The process fills one of two rollouts while the learner uses the other. Most of a rollout comes
+    from the policy of one update before. But the process acts with new weights as soon as they are
+    there, also in the middle of a rollout.
+
+    Through the pipe, this process sends weights with their version, and None to ask for a rollout.
+    The other process sends rollouts, or the error that ends the run. PyTorch moves tensors that are
+    sent to shared memory.
+    """
+
+    def __init__(self, run):
+        self.enough = run.enough
+        self.version = run.version
+        context = ver_ppo.process_context()
+        self.pipe, other_end = context.Pipe()
+        args = other_end, run.spec, run.options, run.step, run.collector_class
+        self.process = context.Process(target=collector_process, args=args)
+        self.process.start()
+        other_end.close()  # only the process has it now: if it dies, the pipe ends
+        self.publish(run.policy, run.version)
+        self.pipe.send(None)
+
+    def collect(self, rollout):
+        """Wait for the next rollout, which takes the place of this one, and let the process fill
+        the other one. If `enough` ends the waiting, the rollout is empty. Raises EnvironmentFailure
+        if the process has failed."""
+        rollout.rows = 0
+        while not self.pipe.poll(0.05):
+            if self.enough(0):
+                return
+        try:
+            answer = self.pipe.recv()
+            if isinstance(answer, EnvironmentFailure):
+                raise answer
+            self.pipe.send(None)
+        except (EOFError, ConnectionError):
+            self.process.join(5)
+            reason = f"the collecting process died with exit code {self.process.exitcode}"
+            raise EnvironmentFailure(reason) from None
+        vars(rollout).update(vars(rollout_on(answer, rollout.device)))
+
+    def publish(self, policy, version):
+        """Send the weights of this version. (`collect` notices if the process has died.)"""
+        with contextlib.suppress(ConnectionError):
+            self.pipe.send((version, flat_weights(policy).cpu()))
+
+    def close(self):
+        """End the process, which leaves when its pipe ends."""
+        self.pipe.close()
+        ver_ppo.end_process(self.process, 10)
+
+
+def collector_process(pipe, spec, options, step, collector_class):
+    """Body of the collecting process: fill two rollouts in turn, each when the main process asks
+    for it. Ends when the main process closes the pipe or dies."""
     ver_ppo.lead_group()
     torch.set_num_threads(1)
     torch.manual_seed(ver_ppo.derive_seed(SEED_OF_COLLECTOR, options.seed, step))
 
-    def ended(rows=0):
-        return inbox.poll()
+    def act_with(version, weights):
+        collector.version = version
+        set_weights(policy, weights.to(collector.device))
 
-    def step_by_newest_weights(*inputs):
-        weights, version = published
-        if collector.version != version:
-            collector.version = int(version)
-            set_weights(policy, weights[collector.version % 2].to(device))
-        return own_step(*inputs)
+    def take_weights(rows):
+        """The collector calls this in every pass. Raises EOFError at the end of the pipe."""
+        while pipe.poll():
+            act_with(*pipe.recv())
 
-    try:
-        device = ver_ppo.choose_device(options)
-        policy = ver_ppo.make_policy(spec, options).to(device).requires_grad_(False)
-        own_step = policy.step
-        policy.step = step_by_newest_weights
-        io = ver_ppo.EnvIO(spec, options.num_envs, first_episode=step)
-        with contextlib.closing(ver_ppo.make_workers(options, "train", spec, io)) as workers:
-            collector = collector_class(policy, workers, io, spec, options, ended)
-            collector.version = -1
-            while numbers := ver_ppo.read_numbers(inbox):
-                rollout = rollouts[numbers[0]]
+    policy = ver_ppo.make_policy(spec, options)
+    size = options.rollout_steps, options.num_envs, policy.state_shape
+    rollouts = [ver_ppo.Rollout(spec, *size, torch.device("cpu")) for _ in range(2)]
+    for rollout in rollouts:
+        rollout.share()
+    io = ver_ppo.EnvIO(spec, options.num_envs, first_episode=step)
+    workers = ver_ppo.make_workers(options, "train", spec, io)
+    collector = collector_class(policy, workers, io, spec, options, take_weights)
+    with contextlib.closing(workers), contextlib.suppress(EOFError, ConnectionError):
+        for rollout in itertools.cycle(rollouts):
+            while news := pipe.recv():
+                act_with(*news)
+            try:
                 collector.collect(rollout)
-                if not ended():
-                    news = "rows", "bootstrap", "started_at", "ended_at", "waited_sec"
-                    outbox.send({name: getattr(rollout, name) for name in news})
-    except (EnvironmentFailure, UserError) as error:
-        outbox.send(error)
-    except Exception:
-        outbox.send(EnvironmentFailure(traceback.format_exc()))
+                pipe.send(rollout)
+            except EnvironmentFailure as error:
+                pipe.send(error)
 
 
 class Trajectories(ver_ppo.Collector):
@@ -251,12 +259,15 @@ def vtrace_advantages(rollout, value_S, keep_S, gamma, gae_lambda):
 def add_corrected_advantages(policy, rollout, options):
     """As ver_ppo.add_advantages, with V-trace. Only a share of each step's advantage (keep_S of
     `reevaluate`) counts for the target of its value and for the steps before it. The advantage
-    itself is not multiplied by a ratio, because PPO's objective does that."""
+    itself is not multiplied by a ratio, because PPO's objective does that. As its reward, a lost
+    step gets the current policy's value. So its advantage is 0, as without V-trace."""
     value_S, keep_S = reevaluate(policy, rollout, options)
     steps = rollout.complete
+    lost_S = steps["lost"]
+    steps["reward"][lost_S] = value_S[lost_S]
     discounts = options.gamma, options.gae_lambda
     advantage_S = vtrace_advantages(rollout, value_S, keep_S, *discounts)
     steps["advantage"] = advantage_S
     steps["returns"] = value_S + keep_S * advantage_S
     # with async, segments are trajectories
-    steps["weight"] = ver_ppo.importance_weights(steps["segment"], rollout.num_envs)
+    steps["weight"] = ver_ppo.importance_weights(steps["segment"], rollout.num_envs) * ~lost_S

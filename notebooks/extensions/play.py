@@ -19,21 +19,26 @@ MOST_FRAMES = 1000  # of an episode that is filmed
 FRAMES_SEC = 10
 
 
-def load_policy(folder, trust=False):
-    """Load the policy and the options of a run, on the CPU. With `trust`, load any code that the
-    run names; `ver_ppo.check_foreign` explains why. Raises UserError."""
-    path = Path(folder) / "checkpoint.pt"
+def saved_options(path, trust=False):
+    """The options of a checkpoint's run, to evaluate it. With `trust`, the checkpoint may name any
+    code, which is then imported. Raises UserError."""
     saved = ver_ppo.load_checkpoint(path)["options"]
     known = {field.name for field in fields(ver_ppo.Options)}  # without those of ver_multigpu
     kept = {name: value for name, value in saved.items() if name in known}
-    options = ver_ppo.Options(**kept | {"device": "cpu", "resume": str(folder)})
-    if not trust:
-        ver_ppo.check_foreign(options.env_id, "env_id")
-        ver_ppo.check_foreign(options.policy, "policy")
-        for text in options.wrappers:
-            ver_ppo.check_foreign(text, "wrappers")
-    policy = ver_ppo.make_policy(ver_ppo.describe_env(options), options)
-    ver_ppo.load_policy(policy, path)
+    options = ver_ppo.Options(**kept | {"device": "auto", "checkpoint": str(path), "resume": None})
+    try:
+        ver_ppo.check_doors(options, options if trust else ver_ppo.Options(), path)
+    except ver_ppo.UserError as error:
+        raise ver_ppo.UserError(f"{error}; here, --trust is enough") from None
+    return options
+
+
+def load_policy(folder, trust=False):
+    """The policy and the options of a run, on the CPU. With `trust`, the run may name any code.
+    Raises UserError."""
+    path = Path(folder) / "checkpoint.pt"
+    options = replace(saved_options(path, trust), device="cpu")
+    _, policy = ver_ppo.load_policy(options, path)
     return policy, options
 
 
@@ -69,16 +74,17 @@ class Skill:
 
 class Agent(Skill):
     """A policy for any environment that it was trained in. It takes the environment's own
-    observations and returns the environment's own actions. `spec` comes from `describe_env`."""
+    observations and returns the environment's own actions."""
 
-    def __init__(self, policy, spec, greedy=False):
+    def __init__(self, policy, env, greedy=False):
         super().__init__(policy, greedy)
-        self.spec = spec
+        self.env = env
+        self.spec = ver_ppo.spec_of(env)
 
     def act(self, observation):
-        leaves = self.spec.leaves(observation)
-        rows = {key: np.asarray(leaves[key], kind) for key, kind, _ in self.spec.obs_fields}
-        return ver_ppo.to_env_action(self.spec.action, super().act(rows))
+        space = self.env.observation_space
+        parts = ver_ppo.read_observation(self.spec, space, observation)
+        return ver_ppo.to_env_action(self.env.action_space, super().act(parts))
 
 
 def play(policy, env, seed):
@@ -95,11 +101,11 @@ def play(policy, env, seed):
         yield env
 
 
-def frames(env, agent, seed, metrics):
+def frames(env, policy, greedy, seed, metrics):
     """Play an episode of at most MOST_FRAMES steps, and yield the rendered pictures. At the end,
     the dictionary `metrics` has the episode's metrics. Raises UserError."""
-    agent.reset()
     observation, _ = env.reset(seed=seed)
+    agent = Agent(policy, env, greedy)  # after the reset, because Habitat then knows its metrics
     for _ in range(MOST_FRAMES):
         picture = env.render()
         if np.ndim(picture) != 3:
@@ -107,7 +113,7 @@ def frames(env, agent, seed, metrics):
         yield picture
         observation, _, terminated, truncated, info = env.step(agent.act(observation))
         if terminated or truncated:
-            metrics.update(zip(agent.spec.metrics, ver_ppo.read_metrics(info, agent.spec)))
+            metrics.update({name: float(info[name]) for name in agent.spec.metrics})
             return
 
 
@@ -140,11 +146,11 @@ def film(options):
     policy, run_options = load_policy(options.run, options.trust)
     env_kwargs = (*run_options.env_kwargs, "render_mode=rgb_array", *options.env_kwargs)
     run_options = replace(run_options, env_kwargs=env_kwargs)
-    agent = Agent(policy, ver_ppo.describe_env(run_options), options.greedy)
     env = ver_ppo.make_env(run_options, "val")
     torch.manual_seed(0)
     measured = [{} for _ in range(options.episodes)]
-    films = [frames(env, agent, seed, measured[seed]) for seed in range(options.episodes)]
+    how = env, policy, options.greedy
+    films = [frames(*how, seed, measured[seed]) for seed in range(options.episodes)]
     with contextlib.closing(env):
         if not options.each:
             write_film(options.film, itertools.chain.from_iterable(films))
@@ -170,7 +176,7 @@ class Options:
     greedy: bool = False  # take the most probable actions instead of sampling
     # further arguments of the environment, KEY=VALUE (a map in Habitat's pictures, say)
     env_kwargs: tuple[str, ...] = ()
-    trust: bool = False  # load whatever code the run names: it is your own
+    trust: bool = False  # import the code that the run names, because it is your own
 
 
 def main(argv=None):

@@ -24,6 +24,7 @@ The rule is the paper's. The numbers below are from the paper's published code.
 """
 
 import contextlib
+import fcntl
 import json
 import math
 import os
@@ -70,18 +71,6 @@ class Options(ver_multigpu.Options):
     evolve_after: int = 0
     # score, larger is better: mean `return` of the last 100 episodes, or of a metric
     evolve_by: str = "return"
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.population_size < 3:
-            ver_ppo.refuse(self, "population_size", "must be 3 or more")
-        if not 0 < self.evolve_interval < math.inf:
-            ver_ppo.refuse(self, "evolve_interval", "must be a positive number")
-        if self.evolve_after < 0:
-            ver_ppo.refuse(self, "evolve_after", "must be 0 or more")
-        if not 0 <= self.member < self.population_size:
-            numbers = f"0..{self.population_size - 1}"
-            ver_ppo.refuse(self, "member", f"must be within {numbers}: --population-size")
 
 
 @dataclass(frozen=True)
@@ -199,14 +188,12 @@ def outline(value):
 def read_other(run, own_content, path):
     """Read another member's entry. Raises UserError if the run could not continue from it; a
     damaged file may raise anything."""
-    if not path.is_file():
-        raise ver_ppo.UserError("is no file")
     content = ver_ppo.load_checkpoint(path)
     options = evolving(content["options"])
-    replace(run.options, **options)  # refuses invalid values
+    ver_ppo.check_options(replace(run.options, **options))
     fits = [
         content["step"] == int(path.stem),
-        content["columns"] == own_content["columns"],
+        content["spec"]["metrics"] == own_content["spec"]["metrics"],
         content["options"]["env_id"] == run.options.env_id,
         outline(options) == outline(evolving(own_content["options"])),
         outline(content["policy"]) == outline(own_content["policy"]),
@@ -230,8 +217,7 @@ def read_others(run, own_content):
         try:
             entry = read_entry(read_other(run, own_content, path), member, run.column)
         except Exception as error:  # a damaged or hostile entry may raise anything
-            reason = " ".join(str(error).split())[:200]
-            run.folder.say(f"skipped: {path} ({type(error).__name__}: {reason})")
+            run.say(f"skipped: {path} ({ver_ppo.first_line(error)})")
             continue
         if entry:
             found.append(entry)
@@ -248,7 +234,6 @@ class MemberRun(ver_multigpu.RankRun):
 
     def __init__(self, options):
         self.best = -math.inf  # score since the last decision
-        self.evolved = None  # new options, if its checkpoint was changed
         super().__init__(options)
 
     def restore(self):
@@ -261,31 +246,28 @@ class MemberRun(ver_multigpu.RankRun):
         super().restore()
 
     def log(self, rollout, logs):
-        """As RankRun.log. Raises Evolved in all ranks if rank 0 has changed the checkpoint. After a
-        signal, training ends instead, and the next start continues from the changed checkpoint."""
+        """As RankRun.log. Raises Evolved in all ranks if rank 0 has changed the checkpoint. (`stop`
+        then keeps it, because a checkpoint of this step is written already.) After a signal,
+        training ends instead, and the next start continues from the changed checkpoint."""
+        interval = self.options.checkpoint_interval
+        before = self.step
         super().log(rollout, logs)
         score = mean_score(self.recent, self.column)
         if score is not None:
             self.best = max(self.best, score)
-        if self.saved_step != self.step:  # no checkpoint at this update
+        if self.step // interval == before // interval:  # no checkpoint at this update
             return
         own = publish_and_decide(self) if self.ranks.rank == 0 else None
         (evolved, *_), signal_R = zip(*self.ranks.gather((own, self.signal)))
-        self.evolved = evolved
         if any(signal_R):
             raise ver_ppo.Interrupted(max(filter(None, signal_R)))
         if evolved:
             raise Evolved(evolved)
 
-    def save(self):
-        """As RankRun.save, but keep a checkpoint that was changed."""
-        if not self.evolved:
-            super().save()
-
 
 def publish(content, options):
     """Write a checkpoint's content into the member's folder as its newest entry, and delete old
-    entries. Raises OSError or RuntimeError.
+    entries. Raises OSError.
 
     The newest two entries stay. So do entries that the slowest member has not reached yet, because
     it reads only entries with no more steps than its own. But at most KEPT entries stay: otherwise
@@ -303,36 +285,30 @@ def publish(content, options):
 def publish_and_decide(run):
     """Publish the newest checkpoint as an entry, read the others' entries, decide, and write the
     decision into the checkpoint. Returns the new options if the checkpoint was changed, and
-    otherwise None. If a file cannot be read or written, prints that, and the run continues
-    unchanged."""
+    otherwise None."""
     options = run.options
-    checkpoint = run.folder.path / "checkpoint.pt"
-    try:
-        content = ver_ppo.load_checkpoint(checkpoint)
-        own = read_entry(content, options.member, run.column)
-        if not own:
-            return None
-        publish(content, options)
-        best = run.best
-        run.best = -math.inf
-        waits = run.step - run.first_step < options.evolve_after
-        if waits or run.step >= options.total_timesteps:
-            return None
-        others = read_others(run, content)
-        rng = np.random.default_rng([options.seed, run.step])
-        decision, donor, evolved = evolve(own, best, others, options.population_size, rng)
-        if donor is not None:
-            take_over(run, content, next(other for other in others if other.member == donor))
-        if decision != "goes on":
-            content["options"] |= evolved
-            content["recent"] = []  # these scores belong to other weights or options
-            ver_ppo.write_checkpoint(content, checkpoint)
-        note(run, own, others, decision, donor, evolved)
-        return evolved if decision != "goes on" else None
-    except Exception as error:  # a full disk; a damaged entry may raise anything
-        reason = str(error).splitlines()[0]
-        run.folder.say(f"not compared with the population at step {run.step}: {reason}")
+    checkpoint = run.folder / "checkpoint.pt"
+    content = ver_ppo.load_checkpoint(checkpoint)
+    own = read_entry(content, options.member, run.column)
+    if not own:
         return None
+    publish(content, options)
+    best = run.best
+    run.best = -math.inf
+    waits = run.step - run.first_step < options.evolve_after
+    if waits or run.step >= options.total_timesteps:
+        return None
+    others = read_others(run, content)
+    rng = np.random.default_rng([options.seed, run.step])
+    decision, donor, evolved = evolve(own, best, others, options.population_size, rng)
+    if donor is not None:
+        take_over(run, content, next(other for other in others if other.member == donor))
+    if decision != "goes on":
+        content["options"] |= evolved
+        content["recent"] = []  # these scores belong to other weights or options
+        ver_ppo.write_checkpoint(content, checkpoint)
+    note(run, own, others, decision, donor, evolved)
+    return evolved if decision != "goes on" else None
 
 
 def take_over(run, content, donor):
@@ -354,7 +330,7 @@ def note(run, own, others, decision, donor, evolved):
         if new != own.options[name]:
             news.append(f"{name} {own.options[name]:.3g} -> {new:.3g}")
     said = f"{run.options.evolve_by} {own.score:.4g}, {known}: {decision}{whom} {', '.join(news)}"
-    run.folder.say(f"member {own.member}, step {own.step}: {said}".rstrip())
+    run.say(f"member {own.member}, step {own.step}: {said}".rstrip())
     line = asdict(own)
     line["others"] = {entry.member: [entry.step, entry.score] for entry in others}
     line |= {"decision": decision, "from": donor, "to": evolved}
@@ -364,31 +340,43 @@ def note(run, own, others, decision, donor, evolved):
 
 def join(options):
     """Complete a member's options: its folder and its seed. A member that has run before resumes
-    from its newest checkpoint, with that run's seed and evolved options. Raises UserError if the
-    folder or --resume belongs to another environment, to another member, or to an older run."""
+    from its newest checkpoint, with that run's seed and evolved options. Raises UserError if that
+    checkpoint belongs to another environment, or if --resume names another run."""
     folder = folder_of(options, options.member)
-    if options.resume and Path(options.resume).resolve().parent != folder.resolve():
-        advice = "is no run of this member: give --extensions transfer(file=...) for its weights"
-        ver_ppo.refuse(options, "resume", advice)
+    found = sorted(folder.glob("*/checkpoint.pt"), key=os.path.getmtime)
+    newest = found[-1].parent if found else None
+    if options.resume and (not newest or Path(options.resume).resolve() != newest.resolve()):
+        advice = "leave it out; --extensions transfer(file=...) takes the weights of another run"
+        ver_ppo.refuse(options, "resume", f"is not the newest run of this member: {advice}")
     options = replace(
         options,
         runs_dir=str(folder),
         seed=ver_ppo.derive_seed(options.seed, options.member),
         checkpoint_interval=options.evolve_interval,
     )
-    found = sorted(folder.glob("*/checkpoint.pt"), key=os.path.getmtime)
-    if not found:
+    if not newest:
         return options
-    newest = found[-1].parent
-    if options.resume and Path(options.resume).resolve() != newest.resolve():
-        advice = f"is not the newest run of this member, which is {newest}: leave --resume out"
-        ver_ppo.refuse(options, "resume", advice)
     saved = ver_ppo.load_checkpoint(found[-1])["options"]
     if saved["env_id"] != options.env_id:
         learned = f"has learned {saved['env_id']} in {options.population}"
         ver_ppo.refuse(options, "member", f"{learned}: give another folder")
     kept = evolving(saved) | {"seed": saved["seed"]}
     return replace(options, resume=str(newest), **kept)
+
+
+def lock_folder(folder):
+    """Lock a folder, by a file in it, until the descriptor that is returned is closed or this
+    process ends. Raises UserError if another process has locked it."""
+    descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        reason = "belongs to a member that has not ended: wait for it"
+        raise ver_ppo.UserError(f"{folder} {reason}") from None
+    except OSError:  # a file system without locks
+        pass
+    return descriptor
 
 
 @contextlib.contextmanager
@@ -400,10 +388,9 @@ def only_one(options):
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if os.environ.get("RANK", "0") == "0":
-            lock = ver_ppo.lock_folder(folder)
+            lock = lock_folder(folder)
     except OSError as error:
-        reason = f"{error.filename} cannot be written ({error.strerror})"
-        ver_ppo.refuse(options, "population", f"{reason}: choose another place")
+        ver_ppo.refuse(options, "population", f"cannot be written ({error.strerror})")
     try:
         yield
     finally:
@@ -411,13 +398,27 @@ def only_one(options):
             os.close(lock)
 
 
+def check_member(options):
+    """Raise UserError for an option that cannot work."""
+    if options.population_size < 3:
+        ver_ppo.refuse(options, "population_size", "must be 3 or more")
+    if not 0 < options.evolve_interval < math.inf:
+        ver_ppo.refuse(options, "evolve_interval", "must be a positive number")
+    if options.evolve_after < 0:
+        ver_ppo.refuse(options, "evolve_after", "must be 0 or more")
+    if not 0 <= options.member < options.population_size:
+        numbers = f"0..{options.population_size - 1}"
+        ver_ppo.refuse(options, "member", f"must be within {numbers}: --population-size")
+
+
 def launch(options):
     """Train until the end, or until the member's checkpoint is changed: raises Evolved."""
-    return ver_ppo.launch(options, MemberRun)
+    return ver_multigpu.launch(options, MemberRun)
 
 
 def launch_member(options):
-    """Train as a member of a population, to the end."""
+    """Train as a member of a population, to the end. Raises UserError."""
+    check_member(options)
     evolved = {}
     with only_one(options):
         while True:

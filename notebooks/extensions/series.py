@@ -7,11 +7,13 @@ that is best in validation.)
 
 The folder RUN_FOLDER/evaluation then has series.csv, the means of each checkpoint, and a file
 STEP.csv for each, with the numbers of every episode. `all` plays each episode of a validation split
-once, if the environment has a limited number of them and says how many (`num_episodes`), as Habitat
-does: line i of STEP.csv is then its i-th episode. A run without kept checkpoints has one, its last.
+once. The environment must have a limited number of them, and say how many (`num_episodes`), as
+Habitat does. Then line i of STEP.csv is its i-th episode. A run without kept checkpoints has one,
+its last.
 """
 
 import csv
+import shutil
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +22,7 @@ from typing import Literal
 import tyro
 
 import ver_ppo
+from notebooks.extensions.play import saved_options
 
 USUAL = "spl", "success", "return"  # by which the best is chosen
 
@@ -27,21 +30,16 @@ USUAL = "spl", "success", "return"  # by which the best is chosen
 class Keep(ver_ppo.Run):
     """Keep a copy of each checkpoint: RUN_FOLDER/checkpoints/STEP.pt."""
 
-    def open_folder(self):
-        folder = super().open_folder()
-        write = folder.write_checkpoint
-
-        def write_and_keep(content):
-            write(content)
-            if folder.path is None:  # a rank above 0
-                return
-            kept = folder.path / "checkpoints" / f"{content['step']}.pt"
-            kept.parent.mkdir(exist_ok=True)
-            written = (folder.path / "checkpoint.pt").read_bytes()
-            ver_ppo.write_file(kept, lambda file: file.write(written))
-
-        folder.write_checkpoint = write_and_keep
-        return folder
+    def save(self):
+        """As Run.save."""
+        super().save()
+        if self.saved_step is None:  # nothing is saved yet; always so in ranks above 0
+            return
+        kept = self.folder / "checkpoints" / f"{self.saved_step}.pt"
+        kept.parent.mkdir(exist_ok=True)
+        temporary = kept.with_suffix(".tmp")
+        shutil.copyfile(self.folder / "checkpoint.pt", temporary)
+        temporary.replace(kept)
 
 
 @dataclass(frozen=True)
@@ -55,6 +53,7 @@ class Options:
     greedy: bool = False  # take the most probable actions instead of sampling
     # metric that chooses the best; default: spl, otherwise success, otherwise return
     metric: str | None = None
+    trust: bool = False  # import the code that the run names, because it is your own
 
 
 def evaluate_series(options):
@@ -65,14 +64,15 @@ def evaluate_series(options):
     last = folder / "checkpoint.pt"
     if not path_of:
         path_of[ver_ppo.load_checkpoint(last)["step"]] = last
-    run_options = ver_ppo.parse_options(["--checkpoint", str(min(path_of.items())[1])])
+    first = path_of[min(path_of)]
+    run_options = saved_options(first, options.trust)
     if options.eval_episodes == "all":
         count = count_episodes(run_options)
     else:
         count = options.eval_episodes
     run_options = replace(run_options, eval_episodes=count, greedy=options.greedy)
-    spec, policy = ver_ppo.build(run_options)
-    names = spec.episode_columns
+    ver_ppo.check_options(run_options)
+    names = ver_ppo.Spec(**ver_ppo.load_checkpoint(first)["spec"]).episode_columns
     metric = options.metric or [name for name in USUAL if name in names][0]
     if metric not in names:
         raise ver_ppo.UserError(f"--metric {metric}: must be one of {', '.join(names)}")
@@ -80,11 +80,11 @@ def evaluate_series(options):
     results.mkdir(exist_ok=True)
     rows = []
     for step, path in sorted(path_of.items()):
-        ver_ppo.load_policy(policy, path)
+        spec, policy = ver_ppo.load_policy(run_options, path)
         print(f"step {step:,}: ", end="")
         means = ver_ppo.report_evaluation(policy, spec, run_options, results / f"{step}.csv")
         if means:  # at least one episode has ended
-            rows.append({"step": step} | {tag.partition("/")[2]: means[tag] for tag in means})
+            rows.append({"step": step} | means)
     if not rows:
         raise ver_ppo.UserError("no episode of any checkpoint has ended")
     with open(results / "series.csv", "w", newline="") as file:

@@ -21,7 +21,6 @@ class Trace(ver_ppo.Run):
 
     file: str = "trace.json"
     trace = None  # opened at the first update, so a run without an update keeps an old file
-    ended = False
 
     def open_folder(self):
         """As Run.open_folder. Refuses a file that cannot be written, or is not a trace."""
@@ -34,20 +33,14 @@ class Trace(ver_ppo.Run):
         except OSError as error:
             reason = f"{self.path} cannot be written ({error.strerror})"
             raise ver_ppo.UserError(f"trace: {reason}") from None
-        return super().open_folder()
+        super().open_folder()
 
     def log(self, rollout, logs):
-        """As Run.log, and add an update to the trace. If that fails, for example on a full disk,
-        print a line and continue without a trace."""
-        try:
-            if not (self.trace or self.ended):
-                self.trace = open(self.path, "w")
-            if self.trace and self.trace.tell() < MOST_BYTES:
-                write_trace(self.trace, rollout.complete, logs["time/learning_sec"])
-        except OSError as error:
-            self.folder.say(f"the trace ends at step {self.step}: {error}")
-            self.trace = None
-            self.ended = True
+        """As Run.log, and add an update to the trace. Raises OSError if the disk is full."""
+        if not self.trace:
+            self.trace = open(self.path, "w")
+        if self.trace.tell() < MOST_BYTES:
+            write_trace(self.trace, rollout.complete, self.learning_at)
         super().log(rollout, logs)
 
     def close(self):
@@ -65,8 +58,8 @@ def is_trace(path):
         return file.read(2) in ("", "[\n")
 
 
-def write_trace(file, steps, learning_sec):
-    """Append steps, and the learning phase that has just ended, in Chrome's trace format."""
+def write_trace(file, steps, learning_at):
+    """Append steps, and the learning phase that ends now, in Chrome's trace format."""
     spans = []  # lane, name, begin, seconds
     for e, began_at, sec in steps[["env", "began_at", "step_sec"]].tolist():
         spans.append((f"environment {e}", "step", began_at, sec))
@@ -74,7 +67,7 @@ def write_trace(file, steps, learning_sec):
     for sent_at, index, size in zip(*batches):
         began_at = steps["inference_at"][index]
         spans.append(("inference", f"batch of {size}", began_at, sent_at - began_at))
-    spans.append(("learner", "learning", time.perf_counter() - learning_sec, learning_sec))
+    spans.append(("learner", "learning", learning_at, time.perf_counter() - learning_at))
     for lane, name, began_at, sec in spans:
         event = {"name": name, "ph": "X", "pid": lane, "tid": lane}
         event |= {"ts": round(1e6 * began_at), "dur": round(1e6 * sec)}

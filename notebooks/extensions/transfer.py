@@ -42,7 +42,7 @@ def freeze(encoder):
 
 def image_encoders(policy):
     """The encoders of a policy that read images."""
-    return [encoder for encoder in policy.encoders if hasattr(encoder, "image")]
+    return [encoder for encoder in policy.encoders if encoder.source.layout]
 
 
 def start_from(policy, path, reset):

@@ -5,13 +5,11 @@ import heapq
 
 import numpy as np
 import torch
-from gymnasium import spaces
 
 import ver_ppo
 from notebooks.extensions.overlap import Trajectories
 
-OBSERVATION = {"obs": spaces.Box(-np.inf, np.inf, (4,), np.float32)}
-SPEC = ver_ppo.EnvSpec(OBSERVATION, spaces.Discrete(3), ())
+SPEC = ver_ppo.Spec({"obs": ("float32", (4,), True)}, choices=[3], action_dims=1, metrics=[])
 
 
 def step_times(num_envs, sigma_env, sigma_step, seed=9, num_steps=4000):
@@ -26,7 +24,7 @@ class VirtualWorkers:
     """Workers with the interface of ver_ppo.Workers.
 
     duration(e, step)    seconds of a step of environment e; step -1 is its start
-    ending(e, step)      "terminated", "truncated" or None
+    ending(e, step)      "terminated", "truncated", "lost" or None
 
     Rewards and observations identify the environment and the step (`reward_of`, `observation_of`).
     """
@@ -79,7 +77,7 @@ class VirtualWorkers:
         io["step_sec"][e] = self.duration(e, step)
         io["terminated"][e] = ending == "terminated"
         io["truncated"][e] = ending == "truncated"
-        io["unfinished"][e] = False
+        io["lost"][e] = step < 0 or ending == "lost"
         io["first"][e] = step < 0 or ending is not None
         io["final_obs"]["obs"][e] = observation_of(e, step + 1, final=True)
         io["obs"]["obs"][e] = observation_of(e, step + 1)
@@ -148,7 +146,7 @@ def assert_nothing_is_lost(c, rollouts):
     that no environment waits forever. `rollouts` holds the result of `taken` for each rollout."""
     env, obs, reward, first, done = (np.concatenate(parts) for parts in zip(*rollouts))
     coming = [e for _, e in c.workers.events]
-    assert sorted([*c.idle, *c.answered, *coming]) == list(range(len(c.in_flight_N)))
+    assert sorted([*c.idle, *c.arrived, *coming]) == list(range(len(c.in_flight_N)))
     for e in np.unique(env):
         mine = env == e
         steps = range(mine.sum())
@@ -157,7 +155,7 @@ def assert_nothing_is_lost(c, rollouts):
         np.testing.assert_allclose(obs[mine], expected, atol=1e-6)
         assert (done[mine] == (endings != "None")).all()
         assert first[mine].tolist() == [True, *done[mine][:-1]]
-        exact = endings != "truncated"  # a truncated step's reward includes a value
+        exact = np.isin(endings, ["None", "terminated"])  # the other rewards contain values
         expected = reward_of(e, np.arange(len(steps)))
         np.testing.assert_allclose(reward[mine][exact], expected[exact], rtol=1e-6)
 

@@ -92,6 +92,11 @@ class ActionDelay(gym.Wrapper, RecordConstructorArgs):
         self.thread.shutdown()
 
 
+def layout_of(space):
+    """`ver_ppo.image_layout` of a space; None if it is no image."""
+    return image_layout(space.shape) if isinstance(space, gym.spaces.Box) else None
+
+
 class Resize(gym.ObservationWrapper, RecordConstructorArgs):
     """Scale every image of an observation (a Box, or a Dict of Boxes) to this height and width.
     Each new pixel is the mean of the old pixels that it covers."""
@@ -105,7 +110,7 @@ class Resize(gym.ObservationWrapper, RecordConstructorArgs):
     def resize_space(self, space):
         if isinstance(space, gym.spaces.Dict):
             return gym.spaces.Dict({k: self.resize_space(part) for k, part in space.items()})
-        if image_layout(space) is None:
+        if layout_of(space) is None:
             return space
         shape = self.resize(space, space.low).shape
         return gym.spaces.Box(space.low.min(), space.high.max(), shape, space.dtype)
@@ -117,7 +122,7 @@ class Resize(gym.ObservationWrapper, RecordConstructorArgs):
         """A part of an observation, scaled if it is an image of this space."""
         if isinstance(space, gym.spaces.Dict):
             return {key: self.resize(below, part[key]) for key, below in space.items()}
-        layout = image_layout(space)
+        layout = layout_of(space)
         if layout is None:
             return part
         channels, height, width, channels_last = layout

@@ -227,7 +227,7 @@ class CollectorOfF(ver_ppo.Collector):
 
     def observe(self, env_B, obs, first_B):
         shown, prev_action_BA, first_B, _ = super().observe(env_B, obs, first_B)
-        state_B = self.state_N[torch.from_numpy(env_B)]  # without `* ~first_B`
+        state_B = self.state_N[torch.from_numpy(env_B)]  # without `masked_fill`
         return shown, prev_action_BA, first_B, state_B
 
 
@@ -315,7 +315,7 @@ def fault_of_answer(answer, tool):
 
 def points(answers, missed, right):
     """Print the points: one for each letter with the right number, and two if `missed` are the
-    faults that --debug does not find."""
+    faults that `check_rollout` does not find."""
     found = {}
     for answer in answers:
         try:
@@ -324,11 +324,11 @@ def points(answers, missed, right):
             print(f"{answer!r} does not count")
     letters = sum(FAULTS.get(letter) == number for letter, number in found.items())
     last = 2 * (fault_of_missed(missed, right) == "")
-    print(f"{letters + last} of {len(FAULTS) + 2} points: letters {letters}, --debug {last}")
+    print(f"{letters + last} of {len(FAULTS) + 2} points: letters {letters}, check {last}")
 
 
 def fault_of_missed(missed, right):
-    """Say why a list of the faults that --debug misses is wrong, as in `fault_of_answer`."""
+    """Say why a list of the faults that `check_rollout` misses is wrong: as `fault_of_answer`."""
     if missed is None:
         return None
     try:

@@ -57,13 +57,13 @@ def profile(work, device):
 
 def inspect(arguments):
     """In a process of its own: collect rollouts and learn from them, under the profiler."""
-    with harness.collecting(arguments) as (run, source):
-        rollout = next(source)
+    with harness.collecting(arguments) as run:
+        rollout = run.collect()
         device = rollout.device
         run.advantages(rollout)
         found = compare_log_probs(run.policy, rollout)
         harness.learn(run, rollout)  # warm up
-        found["collecting"] = profile(lambda: next(source), device)
+        found["collecting"] = profile(run.collect, device)
         found["learning"] = profile(lambda: harness.learn(run, rollout), device)
         if device.type == "cuda":
             found["memory_mib"] = torch.cuda.max_memory_allocated(device) / 2**20

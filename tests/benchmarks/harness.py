@@ -214,15 +214,17 @@ def train_once(arguments, place, **how):
 
 @contextlib.contextmanager
 def collecting(arguments, checkpoint=None):
-    """Make the ver_ppo.Run of a command line in this process, with the weights of a checkpoint.
-    Yields the run and the iterator over its rollouts."""
+    """Make the ver_ppo.Run of a command line in this process, with the weights of a checkpoint, and
+    start it."""
     options = ver_ppo.parse_options(shlex.split(arguments))
     with tempfile.TemporaryDirectory() as runs_dir, contextlib.ExitStack() as stack:
         run = ver_ppo.Run(replace(options, runs_dir=runs_dir))
         stack.enter_context(contextlib.closing(run))
         if checkpoint:
-            ver_ppo.load_policy(run.policy, checkpoint)
-        yield run, stack.enter_context(contextlib.closing(run.rollouts()))
+            ver_ppo.load_weights(run.policy, checkpoint)
+        run.start()
+        stack.callback(run.stop)
+        yield run
 
 
 def learn(run, rollout):

@@ -290,7 +290,7 @@ def for_seeds(args, function, *more):
 
 def load_skill(folder, skill, seed):
     """A trained skill."""
-    policy, _ = play.load_policy(folder / skill / str(seed))
+    policy, _ = play.load_policy(folder / skill / str(seed), trust=True)
     return policy
 
 

@@ -108,8 +108,10 @@ class ObservationEncoder(nn.Module):
 
     def __init__(self, space):
         super().__init__()
-        self.depth = ver_ppo.SmallCNN(ver_ppo.Image("depth", space["depth"]), HIDDEN)
-        self.goal = ver_ppo.Vector("goal", space["goal"], HIDDEN // 2)
+        obs = {key: ("float32", part.shape, False) for key, part in space.items()}
+        spec = ver_ppo.Spec(obs, choices=[4], action_dims=1, metrics=[])
+        self.depth = ver_ppo.SmallCNN(ver_ppo.Input("depth", spec), HIDDEN)
+        self.goal = ver_ppo.Perceptron(ver_ppo.Input("goal", spec), HIDDEN // 2)
         self.out_features = HIDDEN + HIDDEN // 2
 
     def forward(self, obs):

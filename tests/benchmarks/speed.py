@@ -39,7 +39,6 @@ to four steps, and a reset takes as long as four steps.
 """
 
 import functools
-import itertools
 import os
 import re
 import shlex
@@ -150,9 +149,9 @@ def measure_alone(arguments, batch, workers=0):
     mini-batches."""
     for index in range(pointnav.NUM_PLANS["train"]):
         pointnav.floor_plan("train", index)  # made once in a training, so not a part of a step
-    with harness.collecting(f"{arguments} --num-workers {workers}") as (run, source):
-        next(source)
-        rollout = next(source)
+    with harness.collecting(f"{arguments} --num-workers {workers}") as run:
+        run.collect()
+        rollout = run.collect()
         learn = functools.partial(harness.learn, run, rollout)
         found = {"env_sec": float(rollout["step_sec"].mean())}
         found["forward_sec"] = time_forward(run.policy, rollout, batch)
@@ -253,8 +252,9 @@ def latency(args):
     environments of 1 / mean time of a step. Each has a process of its own."""
     flags = f"{COMMON} --env-id pointnav --num-workers 16 --wrappers '{SLEEPS}'"
     shares = []
-    with harness.collecting(flags, args.checkpoint) as (_, source):
-        for rollout in itertools.islice(source, args.rounds + 1):
+    with harness.collecting(flags, args.checkpoint) as run:
+        for _ in range(args.rounds + 1):
+            rollout = run.collect()
             rate = rollout.rows / (rollout.ended_at - rollout.started_at)
             # the sleeps themselves are measured, inside the workers, in the steps of this rollout
             steps_N = np.bincount(rollout["env"])
@@ -288,8 +288,10 @@ def workers(args):
     for kind, own in KINDS.items():
         flags = f"{STILL} {own}"
         options = ver_ppo.parse_options(shlex.split(flags))
-        chosen, why = ver_ppo.count_workers(options, ver_ppo.describe_env(options))
-        print(f"{kind}: {why}; chosen: {chosen}", flush=True)
+        spec = ver_ppo.describe_env(options)
+        chosen = ver_ppo.count_workers(options, spec)
+        times = f"{1000 * spec.step_sec:.2g} ms, {1000 * spec.cpu_sec:.2g} ms of CPU time"
+        print(f"{kind}: a step takes {times}; chosen: {chosen}", flush=True)
         variants = {}
         for number in dict.fromkeys([chosen, 0, CORES, NUM_ENVS]):
             how = f"{flags} --num-workers {number}"
