@@ -125,9 +125,9 @@ def name_start(store, rank, size, timeout_sec):
     """A name for this start of all ranks. If torchrun starts the ranks again (--max-restarts), or
     if a process trains twice, the store still holds the keys of the start before.
 
-    Each rank r writes the key `rank r`, with a random id of its own, again and again. Rank 0
-    deletes all these keys, which may be old, and waits until they are there again. Then it answers
-    under each id, with the name of this start.
+    Each rank r except 0 writes the key `rank r`, with a random id of its own, again and again. Rank
+    0 deletes all these keys, which may be old, and waits until they are there again. Then it
+    answers under each id, with the name of this start.
     """
     own = uuid.uuid4().hex
     others = range(1, size)
@@ -428,7 +428,8 @@ def launch(options, run_class=RankRun):
 
 
 def main(argv=None, kind=Options, launch=launch):
-    """Command line, as ver_ppo.main. Only the first rank of each machine prints."""
+    """Command line, as ver_ppo.main. Of each machine, only the first rank prints, except what
+    its workers, failures and signals print."""
     local_rank = int(os.environ.get("LOCAL_RANK", "0")) if "RANK" in os.environ else 0
     if torch.cuda.is_available():
         # "--device cuda" is this one. With some options of srun, a rank sees only its own GPU

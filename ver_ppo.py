@@ -859,7 +859,7 @@ class Interrupted(Exception):
 
 
 class EnvironmentFailure(Exception):
-    """Environments, or another process, have failed too often; exit status 1."""
+    """Workers fail too often or cannot start, or another process has failed; exit status 1."""
 
 
 class Environment:
@@ -892,8 +892,8 @@ class Environment:
     def start(self):
         """Make the environment, and answer with its first observation.
 
-        If a step is in flight, another process has died with it, or this one has just replaced that
-        process: the step is lost. (At the very first start there is none, and nobody reads this.)
+        If a step is in flight, the worker's earlier process has failed. The step is lost, whether
+        its action was sent before that or after. (At the very first start there is no step.)
         """
         io = self.io
         e = self.number
@@ -1050,7 +1050,7 @@ class Workers:
         self.options = environments[0].options
         self.context = process_context()
         self.asked_N = np.zeros(len(environments), bool)  # environments that owe an answer
-        self.heard_at_W = np.zeros(num_workers)  # when each was asked, or has answered, last
+        self.heard_at_W = np.zeros(num_workers)  # when each last got an action, or answered
         self.has_answered_W = np.zeros(num_workers, bool)
         self.failed_at = deque(maxlen=self.options.max_worker_restarts + 1)
         # one pipe to each worker: this process writes commands, the worker reads its inbox
@@ -1092,12 +1092,11 @@ class Workers:
         answered = self.read() if self.answers.fileno() in ready else []
         for sentinel in ready & self.worker_of.keys():
             answered += self.replace(self.worker_of[sentinel], "died")
-        if timeout_sec:  # there was time to wait: look for workers that hang
-            silent_W = time.monotonic() - self.heard_at_W > self.options.env_timeout
-            for worker in np.flatnonzero(silent_W):
-                if len(self.owed(worker)):
-                    limit = f"{self.options.env_timeout:.0f} s (--env-timeout)"
-                    answered += self.replace(worker, f"gave no answer for {limit}")
+        silent_W = time.monotonic() - self.heard_at_W > self.options.env_timeout
+        for worker in np.flatnonzero(silent_W):
+            if len(self.owed(worker)):
+                limit = f"{self.options.env_timeout:.0f} s (--env-timeout)"
+                answered += self.replace(worker, f"gave no answer for {limit}")
         return answered
 
     def read(self):
@@ -1186,6 +1185,8 @@ def process_context():
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["torch", "gymnasium", "tyro", "tqdm"])
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # the server inherits this
+    multiprocessing.resource_tracker.ensure_running()  # unblocks two of them again
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     multiprocessing.forkserver.ensure_running()
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return context
@@ -1230,8 +1231,8 @@ def tell(text):
 
 
 # ---------------------------------------------------------------------- Any Gymnasium environment
-# What makes an environment of any kind look alike: how it is made, what trainer and network must
-# know of it, its observations and actions as arrays, and the number of processes that suits it.
+# This section hides the differences between environments: how they are made, what they observe,
+# how they act, and how many processes they need.
 
 INFERENCE_SEC = 150e-6  # about what one step costs the process that collects
 TRIAL_EPISODE = 2**60  # a trial counts episodes from here: no run gets that far
@@ -1317,7 +1318,7 @@ def spec_of(env):
 
 def walk(space, observation=None, name=""):
     """Walk through nested dictionaries and tuples. Yields the name, space and observation of each
-    part; if there is only one, its name is `obs`.
+    part. A space that is not nested has the name `obs`.
 
     >>> tree = spaces.Dict(goal=spaces.Discrete(2), arms=spaces.Tuple([spaces.Discrete(3)]))
     >>> [(name, part) for name, _, part in walk(tree, {"goal": 1, "arms": (2,)})]
@@ -1463,7 +1464,7 @@ def time_steps(trial):
     dims = trial.spec.action_dims
     steps = 0
     began = np.array([time.perf_counter(), time.process_time(), run_delay_sec()])
-    with contextlib.suppress(Exception):  # training can continue after a failure, too
+    with contextlib.suppress(Exception, SystemExit):  # training survives a failure, too
         while time.perf_counter() < began[0] + 1.0:
             trial.io["action"][0] = rng.integers(choices) if choices else rng.uniform(-1, 1, dims)
             trial.step()
@@ -1487,9 +1488,9 @@ def count_cores():
 
 
 def count_workers(options, spec):
-    """How many worker processes to start. auto: about one for each core if a step keeps a CPU busy,
-    and more, up to one for each environment, if it mostly waits for a GPU or a server. The process
-    that collects needs a share of the cores, too, which is larger if steps are fast."""
+    """How many worker processes to start. With `auto`, about one for each core if steps keep a CPU
+    busy. If steps mostly wait for a GPU or a server, more, up to one for each environment. The
+    process that collects needs a share of the cores, too, which is larger if steps are fast."""
     if options.num_workers != "auto":
         return options.num_workers
     waits = max(1.0, spec.step_sec / max(spec.cpu_sec, 1e-6))  # 1 means that a step never waits
@@ -1530,9 +1531,9 @@ class Statistics(nn.Module):
     """Normalizes each of C channels by its mean and deviation in all rollouts so far (DD-PPO
     section 6).
 
-    A rollout's weight is the share of the learning rate that is left. So the statistics move more
-    and more slowly, and a policy with a small learning rate can follow them. They do not move in
-    evaluation mode, which is how an encoder is frozen.
+    Later rollouts weigh less, in proportion to the learning rate. So a policy with a small learning
+    rate can follow the statistics. A frozen encoder stays in evaluation mode, so its statistics do
+    not change.
     """
 
     def __init__(self, channels):
@@ -1891,7 +1892,7 @@ class Run:
         self.step = 0  # environment steps learned from
         self.version = 0  # updates made
         self.recent = deque(maxlen=100)  # episode_stats of the last episodes
-        self.signal = None  # the number of one that came
+        self.signal = None  # the number of a signal that has come
         self.updating = False  # an exception in an update leaves weights that are not saved
         self.crowded = 0  # how many of the next updates one thread makes
         self.optimizer = self.make_optimizer()
@@ -1957,7 +1958,8 @@ class Run:
     def say(self, text):
         """Print a line above the progress bar."""
         if self.folder:
-            self.bar.write(text)
+            with contextlib.suppress(OSError):  # a terminal that has closed
+                self.bar.write(text)
 
     def start(self):
         """Start the environments, and from here on, catch signals."""
@@ -2026,11 +2028,11 @@ class Run:
         """Update the policy from a rollout. Then update the running statistics with which encoders
         normalize observations. Returns what to log.
 
-        Threads wait for each other many times in an update, so one that has lost its core to
-        another program holds all of them up. Then one thread alone is faster. So after an update in
-        which this thread had to wait for its core for a tenth of the time, one thread makes the
-        next 10 updates. (The workers also use the cores while they finish their last steps, but for
-        less than a tenth of the time.)
+        Threads wait for each other many times in an update. If another program takes the core of
+        one thread, all of them wait, and one thread alone is faster. So after an update in which
+        this thread had to wait for its core for a tenth of the time, one thread makes the next 10
+        updates. (The workers also use the cores while they finish their last steps, for less than a
+        tenth of the time.)
         """
         began_at = time.perf_counter()
         delay_sec = run_delay_sec()
@@ -2065,13 +2067,12 @@ class Run:
         logs["charts/SPS_update"] = steps / logs["time/cycle_sec"]
         logs["charts/SPS"] = (self.step - self.first_step) / (time.perf_counter() - self.began_at)
         if self.recent:
+            means = np.mean(self.recent, axis=0)
             metrics = [f"metrics/{name}" for name in self.spec.metrics]
-            tags = ["charts/episodic_return", "charts/episodic_length", *metrics]
-            logs |= dict(zip(tags, np.mean(self.recent, axis=0)))
-            shown = {re.split("[/_]", tag)[-1]: logs[tag] for tag in tags}
-            names = shown.keys() & {"return", "success", "spl"}
-            postfix = {name: f"{shown[name]:.3g}" for name in sorted(names)}
-            self.bar.set_postfix(postfix, refresh=False)
+            logs |= dict(zip(["charts/episodic_return", "charts/episodic_length", *metrics], means))
+            shown = dict(zip(self.spec.episode_columns, means))
+            names = [name for name in ("return", "success", "spl") if name in shown]
+            self.bar.set_postfix({name: f"{shown[name]:.3g}" for name in names}, refresh=False)
         elif self.version == 10:
             self.say(f"no episode has ended in {self.step:,} steps; {TIME_LIMIT_ADVICE}")
         self.bar.update(max(0, self.step - self.bar.n))
@@ -2170,9 +2171,11 @@ class Run:
 
 @contextlib.contextmanager
 def caught_signals(handler):
-    """While this lasts, Ctrl-C, SIGTERM and so on call the handler. One that is ignored, as SIGHUP
-    is under nohup, stays ignored."""
-    caught = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    """While this lasts, Ctrl-C, SIGTERM and so on call the handler. A SIGHUP that is ignored, as
+    under nohup, stays ignored."""
+    caught = set(SIGNALS)
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        caught.remove(signal.SIGHUP)
     handlers = {number: signal.signal(number, handler) for number in caught}
     try:
         yield
@@ -2219,7 +2222,7 @@ def play_episodes(policy, spec, options):
         torch.manual_seed(options.seed)
         collector = Collector(policy, workers, io, spec, options)
         collector.greedy = options.greedy
-        # no step is kept: here `in_flight_N` says only if an environment has had its first action
+        # `complete_steps` is not called here, so `in_flight_N` stays set after the first action
         while (played_N < share_N).any():
             env_B = collector.await_answers(room=num_envs)
             ended_B = collector.in_flight_N[env_B] & io["first"][env_B] & ~io["lost"][env_B]
@@ -2263,7 +2266,8 @@ CHECKPOINT_FORMAT = 11
 
 
 def write_checkpoint(content, path):
-    """Write a file that is whole or not there at all, even after a power cut. Raises OSError."""
+    """Replace a file. After a power cut, the old one or the new one is there, whole. Raises
+    OSError."""
     memory = BytesIO()  # torch hides the reason why a file cannot be written
     torch.save(content, memory)
     temporary = path.with_suffix(".tmp")
@@ -2315,6 +2319,8 @@ def load_moments(optimizer, saved, path):
         for name in state.keys() & {"exp_avg", "exp_avg_sq"}:
             if state[name].shape != weight.shape:
                 raise UserError(f"{path} belongs to another network: its moments do not fit")
+            # a copy, since a stranger's tensor may have less memory than its shape says
+            state[name] = torch.empty_like(weight).copy_(state[name])
 
 
 def load_policy(options, path):
@@ -2358,7 +2364,7 @@ ALIASES = {
     "hide": "notebooks.extensions.wrappers:Hide",
     "transfer": "notebooks.extensions.transfer:Transfer",
 }
-# one KEY=VALUE in brackets: a comma ends it where another KEY= follows, outside quotation marks
+# one KEY=VALUE in brackets. It ends at a comma outside of quotation marks, if another KEY= follows
 ARGUMENT = r"""\w+ *=(?:'[^']*'|"[^"]*"|[^,'"]|,(?! *\w+ *=))*"""
 
 
@@ -2465,13 +2471,7 @@ def make_policy(spec, options):
 
 def build(options):
     """The `Spec` of the environment, and a new policy. Raises UserError."""
-    options = replace(options, device=str(choose_device(options)))
-    # a misspelled name is refused before a process starts
-    load(options.env_id, "--env-id")
-    for wrapper in options.wrappers:
-        load(wrapper, "--wrappers")
-    load(options.policy, "--policy")
-    spec = describe_env(options)
+    spec = describe_env(replace(options, device=str(choose_device(options))))
     torch.manual_seed(options.seed)
     return spec, make_policy(spec, options)
 
@@ -2525,6 +2525,10 @@ def check_options(options):
     if options.num_minibatches > options.rollout_steps:
         steps = f"--num-steps x --num-envs = {options.rollout_steps}"
         refuse(options, "num_minibatches", f"must be at most {steps}")
+    load(options.env_id, "--env-id")  # these raise for a misspelled name
+    for wrapper in options.wrappers:
+        load(wrapper, "--wrappers")
+    load(options.policy, "--policy")
 
 
 def launch(options, run_class=Run):
@@ -2536,8 +2540,9 @@ def launch(options, run_class=Run):
 
 
 def parse_options(argv, kind=Options):
-    """Options from the command line. With --resume or --checkpoint (a run folder or its checkpoint
-    file), options that are not on the command line are taken from that run. Raises UserError."""
+    """Options from the command line. With --resume (a run folder) or --checkpoint (a run folder or
+    its checkpoint file), options that are not on the command line are taken from that run, except
+    --device. Raises UserError."""
     given = tyro.cli(kind, args=argv)
     if not (given.checkpoint or given.resume):
         return given
@@ -2567,7 +2572,7 @@ def check_doors(options, given, path):
         value = getattr(options, name)
         texts = [value] if isinstance(value, str) else value
         if any(":" in text for text in texts) and value != getattr(given, name):
-            # what a file has chosen must control neither a terminal nor a shell
+            # a stranger may have chosen this text, which will be pasted into a shell
             safe = [text.encode("unicode_escape").decode() for text in texts]
             option = f"--{name.replace('_', '-')} {shlex.join(safe)}"
             raise UserError(f"{path} names code that is imported: if you trust it, give {option}")

@@ -21,6 +21,7 @@ import numpy as np
 
 import ver_ppo
 from tests.faulty_envs import number_of
+from tests.helpers import stop
 
 ROOT = Path(__file__).resolve().parents[1]
 STOPS = signal.SIGINT, signal.SIGKILL, signal.SIGTERM  # what ends the parts of a run, in turn
@@ -217,7 +218,7 @@ def one_part(command, account, seconds, number, environ):
     ]
     for thread in threads:
         thread.start()
-    until = time.monotonic() + 120
+    until = time.monotonic() + 200
     while not account.exists() and process.poll() is None and time.monotonic() < until:
         time.sleep(0.05)
     everything = set()
@@ -228,11 +229,16 @@ def one_part(command, account, seconds, number, environ):
         everything = tree_of(process.pid)
         until_stopped = samples.copy()
         (os.kill if number == signal.SIGKILL else os.killpg)(process.pid, number)
-        process.wait(60)
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGABRT)  # it prints where it is, see PYTHONFAULTHANDLER
+            process.wait()
     for thread in threads:  # the reader ends with the last process that can write
         thread.join(10)
     # a process has closed its files a moment before it is gone
     left = still_there(lambda pids: [pid for pid in pids if tree_of(pid)], everything)
+    stop([process.pid])
     return "".join(said), process.returncode, until_stopped, left
 
 
@@ -242,7 +248,7 @@ def make_command(num_envs, folder, interval, extensions):
     words = f"ver_ppo.py --env-id tests.faulty_envs:Numbered-v0 --resume {folder / 'run'}"
     words += f" --num-envs {num_envs} --num-workers {num_envs} --num-steps {NUM_STEPS}"
     words += f" --total-timesteps {10**8} --checkpoint-interval {interval}"
-    words += " --max-worker-restarts 100000 --env-timeout 5 --eval-episodes 0"
+    words += " --max-worker-restarts 100000 --env-timeout 20 --eval-episodes 0"
     words += " --hidden-size 32 --update-epochs 4 --ent-coef 0"
     return [sys.executable, *words.split(), "--extensions", *extensions, "check"]
 
@@ -268,6 +274,7 @@ def soak(part_sec, parts, death_sec, hang_sec, num_envs, folder, say, extensions
     books.mkdir()
     run.mkdir()
     environ = os.environ | {
+        "PYTHONFAULTHANDLER": "1",
         "NUMBERED_BOOKS": str(books),
         "NUMBERED_DEATH_SEC": str(death_sec * num_envs),
         "NUMBERED_HANG_SEC": str(hang_sec * num_envs),

@@ -623,7 +623,7 @@ def test_a_run_goes_on(tmp_path, said, where):
     folder = run_here(tmp_path, line, "--extensions", *[*WHERE[where][1:], "check"])
     words = said()
     lost = sum(logged(folder, "ver/lost_steps").values())
-    assert 1 <= words.count("started again") <= lost <= 2 * words.count("started again")
+    assert 1 <= lost <= 2 * words.count("started again")  # the last ones are not in a rollout
     assert "step 10:\nTraceback" in words and REASONS["raise"] in words
     assert {length for _, length in saved(folder)["recent"]} == {20.0}
     assert saved(folder)["step"] == 768 and nobody_left()
@@ -783,10 +783,19 @@ def test_a_job_that_queues_itself_again(tmp_path):
 # ------------------------------------------------- 3. SIGKILL and a power cut leave nothing behind
 
 
+def killed_by_signals(pid):
+    """The SIGNALS that would end this process: it does not block, ignore or catch them."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    masks = [line.split()[1] for line in lines if line[:6] in ("SigBlk", "SigIgn", "SigCgt")]
+    safe = np.bitwise_or.reduce([int(mask, 16) for mask in masks])
+    return [number.name for number in ver_ppo.SIGNALS if not int(safe) >> number - 1 & 1]
+
+
 def test_sigkill(tmp_path):
     """Of the main process alone, while one environment hangs and the others compute. All processes
     end, also the programs that environments have started. The checkpoint is whole; no shared memory
-    is left."""
+    is left. (Before that: a signal to the whole process group would leave the end of the run to the
+    main process.)"""
     line = f"{FAULTY}Household-v0 --num-workers 2 --checkpoint-interval 1"
     args = small(tmp_path, *line.split(), "--env-kwargs", "faults=('hang','leave')")
     process = start(["ver_ppo.py", *args])
@@ -795,6 +804,8 @@ def test_sigkill(tmp_path):
         everybody = alive_in_session(process.pid)
         assert len(everybody) >= 5  # itself, fork server, resource tracker, two workers
         assert len(programs_of(tmp_path)) >= 3
+        group = [pid for pid in everybody if os.getpgid(pid) == process.pid]
+        assert len(group) == 3 and [killed_by_signals(pid) for pid in group] == [[], [], []]
         process.kill()
         wait_until(lambda: not alive_in_session(process.pid) and not programs_of(tmp_path), 15)
     finally:
@@ -925,10 +936,10 @@ def test_resume_begins_a_run(tmp_path, capsys):
 def test_small_soak(tmp_path):
     """Promises 1 to 5 together, as tests/benchmarks/soak.py proves them for longer: deaths, hangs,
     Ctrl-C, SIGKILL, SIGTERM, --resume. No step is learned twice, none disappears."""
-    how = {"death_sec": 1.0, "hang_sec": 4.0, "num_envs": 4, "folder": tmp_path, "say": print}
-    wrong, sums, _ = soak(4.0, 3, **how)
+    how = {"death_sec": 0.7, "hang_sec": 8.0, "num_envs": 4, "folder": tmp_path, "say": print}
+    wrong, sums, _ = soak(2.5, 3, **how)
     assert not wrong, wrong
-    assert sums["started again"] >= 4 and sums["lost"] >= 3 and sums["learned"] > 500
+    assert sums["started again"] >= 3 and sums["lost"] >= 2 and sums["learned"] > 300
 
 
 # ------------------------------------------------------------------- 6. A stranger's checkpoint

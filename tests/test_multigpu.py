@@ -532,6 +532,13 @@ def test_what_decides(tmp_path, monkeypatch, sampler):
     assert (num_steps, variable, learning_sec) == (2, sampler == "ver", 2.0)
 
 
+def test_one_rank_is_not_preempted(tmp_path):
+    """Nobody waits for it, however slow it is."""
+    with rank_run(tmp_path) as run:
+        run.step = 1
+        assert run.decide(np.ones((1, 32)), 1.0) == (ver_multigpu.NO_LIMIT, 0.0)
+
+
 def test_threshold_preemption():
     """60 % of the ranks, rounded up; never none."""
     assert [ver_multigpu.threshold_preemption(n, 0.6) for n in (1, 2, 5, 8, 10)] == [1, 2, 3, 5, 6]
@@ -569,6 +576,7 @@ def test_enough(tmp_path, monkeypatch, how, limit, predicted_sec, others, too_fe
     with rank_run(tmp_path, num_envs=2, num_steps=8, preemption=how) as run:
         run.limit = limit
         run.predicted_sec = predicted_sec
+        run.counted = 3  # in the rollout before
         run.collect()
 
 

@@ -375,7 +375,7 @@ def walks(num_envs, num_steps, places):
     action goes 1 to 4 places ahead. All rewards are 0."""
     observation = {"place": gym.spaces.Box(0, 1, (places,), np.float32)}
     policy = build(observation, policy="resnet18(cpc=True)", hidden_size=32)
-    spec = ver_ppo.EnvSpec(observation, gym.spaces.Discrete(4), ())
+    spec = make_spec(gym.spaces.Dict(observation), gym.spaces.Discrete(4))
     steps = num_envs * num_steps
     rollout = ver_ppo.Rollout(spec, steps, num_envs, policy.state_shape, torch.device("cpu"))
     rollout.rows = steps
@@ -411,10 +411,10 @@ def test_cpc_loss_falls(shuffled):
 def test_cpc_in_a_run(tmp_path):
     """It goes with the papers' encoders and with overlap, and its loss is logged."""
     line = "--env-kwargs simulator=builtin camera=rgb image_size=64 --policy resnet18(cpc=True)"
-    line += " --debug --num-workers 2 --extensions overlap --total-timesteps 128"
+    line += " --num-workers 2 --extensions overlap check --total-timesteps 128"
     folder = run_here(tmp_path, line)
     # two rollouts, the second one at half the learning rate
-    assert saved(folder)["policy"]["encoders.1.image.images.0.normalize.rollouts"] == 1.5
+    assert saved(folder)["policy"]["encoders.1.source.images.0.normalize.rollouts"] == 1.5
     assert len(logged(folder, "losses/auxiliary")) == 2
 
 

@@ -307,8 +307,8 @@ FEWER_STEPS = {  # of training in these notebooks, where their checks do not ask
     },
     "11_population": {"STEPS = 16_896": "STEPS = 9_216"},
     "12_chained_skills": {
-        "Pick-v0 --total-timesteps 12000 {arm}": "Pick-v0 --total-timesteps 4096 {arm}",
-        "Place-v0 --total-timesteps 25000 {arm}": "Place-v0 --total-timesteps 4096 {arm}",
+        "Pick-v0 --total-timesteps 16000 {arm}": "Pick-v0 --total-timesteps 4096 {arm}",
+        "Place-v0 --total-timesteps 30000 {arm}": "Place-v0 --total-timesteps 4096 {arm}",
         "pointnav --total-timesteps 30000 {camera}": "pointnav --total-timesteps 4096 {camera}",
     },
     "01_straggler_effect": {"updates=32)": "updates=12)"},
