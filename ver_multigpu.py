@@ -296,7 +296,7 @@ class RankRun(ver_ppo.Run):
         stops = tensors[0].new_tensor([float(self.signal is not None)])
         self.ranks.average([*tensors, stops])
         if stops.item():
-            self.updating = False  # between two optimizer steps, the weights are whole
+            self.savable = True  # between two optimizer steps, the weights are whole
             raise Interrupted(self.signal or signal.SIGTERM)
 
     def enough(self, rows):

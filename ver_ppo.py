@@ -16,9 +16,9 @@ The processes and what passes between them (section 2.1, figure 2 of the paper):
 
       environment worker 0 ... W-1                     main process: collects and learns in turn
     +-----------------------------+                  +-------------------------------------------+
-    | read the action in the row  | <== numbers      | act: choose actions, write them into rows |
+    | read the action in the row  | <== env numbers  | act: choose actions, write them into rows |
     | step that environment       |                  |                                           |
-    | write the answer to the row | numbers ==>      | await_answers: which rows have answers?   |
+    | write the answer to the row | env numbers ==>  | await_answers: which rows have answers?   |
     +-----------------------------+                  | complete_steps: move them to the rollout  |
               ^ |                                    |   ... until S steps are complete, then    |
       actions | | answers                            | add_advantages, mini-batches, PPO         |
@@ -39,7 +39,7 @@ row of the rollout. Then the environment usually gets its next action at once. I
 no more of its steps, the environment gets no action, and is *idle* until the next rollout. The
 *version* of a policy is the number of updates before it. A *segment* is everything that one
 environment gave to a rollout, in time order. A segment is cut where an episode begins, and the
-parts are *sequences*.
+parts are *sequences*. (Where a mini-batch holds only a part of one, that part is a sequence, too.)
 
 The last letters of a name are the dimensions: action_BA is B x A, log_prob_B has B numbers. If
 there are more dimensions, only the first ones are named: state_B is B recurrent states (for an LSTM
@@ -49,12 +49,15 @@ others are H hidden units, L layers, F features, C channels, and A dimensions of
 simple choice).
 
 The file down to "End of the lesson" is VER: the training loop, tables, collecting, returns,
-mini-batches, PPO. The lesson takes two things for granted, `workers` and `policy`.
+mini-batches, PPO. The lesson takes four things for granted: `run`, `spec`, `workers` and `policy`.
+`run` has the methods that `train` calls. `spec` says what an observation and an action consist of.
 `workers.send(env_B)` lets environments take the actions in their rows. `workers.receive(seconds)`
-returns the numbers of those that have answered since the last call, and waits so long at most. At
-first, all environments start by themselves, and their first observation is their answer.
-`policy.step` gives the distributions of the next actions, the values, and the next recurrent states
-of B environments. `policy.sequences` gives distributions and values for all steps of a mini-batch.
+returns the numbers of those that have answered since the last call, and waits at most that long. At
+first, all environments start by themselves, and their first observation is their answer. (One that
+fails starts again in the same way. If it owes no answer, it does so only when it gets its next
+action.) `policy.step` gives the distributions of the next actions, the values, and the next
+recurrent states of B environments. `policy.sequences` gives distributions and values for all steps
+of a mini-batch.
 
 After the lesson come the processes that run environments, the policy, the run with its files, and
 the command line. Simulators, other networks, and other ways to collect are loaded by name, from
@@ -89,10 +92,10 @@ from io import BytesIO
 from pathlib import Path
 from typing import Literal
 
-# Set these before torch is imported. With the first, a thread that waits for another one soon
-# sleeps, instead of using its core in a busy loop. (Beside other programs, an update could take
-# minutes otherwise.) With the second, oneDNN, which generates code for each size of a mini-batch,
-# keeps the code of the last 64 sizes. (By default it keeps 1,024, about a gigabyte.)
+# Set these before torch is imported. With the first, a waiting thread soon goes to sleep, instead
+# of using its core in a busy loop. (Beside other programs, an update could take minutes otherwise.)
+# With the second, oneDNN, which generates code for each size of a mini-batch, keeps the code of the
+# last 64 sizes. (By default it keeps 1,024, about a gigabyte.)
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
 
@@ -209,10 +212,11 @@ def train(run):
     try:
         run.start()  # the environments
         while run.step < run.options.total_timesteps:
-            rollout = run.collect()  # Collector.collect
-            to_learn = run.advantages(rollout)  # add_advantages; with many GPUs, adds older steps
+            rollout = run.collect()  # Collector.collect; after a signal, it raises Interrupted
+            # add_advantages; with many GPUs, older steps fill up a rollout that ended early
+            to_learn = run.advantages(rollout)
             logs = run.update(to_learn)  # ppo_update
-            run.log(rollout, logs)  # counts run.step and run.version
+            run.log(rollout, logs)  # also counts run.step and run.version
     finally:
         run.stop()  # ends the environments and saves, also after a signal or an error
     run.evaluate()
@@ -256,9 +260,9 @@ class Table:
 class EnvIO(Table):
     """One row for each environment, in shared memory: the action sent last, and the last answer.
 
-    A row belongs to the worker from the moment its number is sent down the worker's pipe until the
-    worker sends the number back. Otherwise it belongs to the process that collects. So no lock is
-    needed: nobody reads a row while it is being written.
+    A row belongs to the worker at first, and whenever its number is sent down the worker's pipe,
+    until the worker sends the number back. Otherwise it belongs to the process that collects. So no
+    lock is needed: nobody reads a row while it is being written.
     """
 
     def __init__(self, spec, num_envs, first_episode=0):
@@ -270,8 +274,8 @@ class EnvIO(Table):
             ("first", bool),  # `obs` begins an episode
             ("reward", np.float32),
             ("terminated", bool),
-            ("truncated", bool),
-            ("lost", bool),  # the environment has just started: a step in flight has no outcome
+            ("truncated", bool),  # and not terminated
+            ("lost", bool),  # the environment has just started: a step in flight is without outcome
             ("episode", int),  # number of the episode that `obs` belongs to
             ("episode_stats", float, (len(spec.episode_columns),)),  # of the last whole episode
             ("began_at", float),  # when the simulator started on its last step (perf_counter) ...
@@ -304,12 +308,11 @@ class Steps(Table):
             ("value", np.float32),
             ("inference_at", float),  # when its inference began (time.perf_counter) ...
             ("sent_at", float),  # ... and its action was sent
-            # from the environment's answer, when the step moves to a rollout; unused in `pending`
-            # plus gamma * V(final observation) if truncated here; the step's value if lost
-            ("reward", np.float32),
-            ("done", bool),  # last step of an episode
+            # from the environment's answer, when the step moves to a rollout (unused in `pending`)
+            ("reward", np.float32),  # with gamma * V(final_obs) if truncated; the value if lost
+            ("done", bool),  # last step of an episode, or lost
             ("lost", bool),  # the environment failed: the step has no outcome
-            # of the whole episode; valid only at its last step (`done`)
+            # of the whole episode; valid only where `done` and not `lost`
             ("episode_stats", float, (len(spec.episode_columns),)),
             ("began_at", float),  # when the simulator started on the step ...
             ("step_sec", float),  # ... and how long it took
@@ -334,15 +337,15 @@ class Steps(Table):
 
 
 class Rollout(Steps):
-    """Room for S steps, `capacity`. The first `rows` of them are complete, in time order (VER
-    section 2.2)."""
+    """Room for S steps, `capacity`. The first `rows` rows hold complete steps, in the order of
+    their completion (VER section 2.2)."""
 
     def __init__(self, spec, capacity, num_envs, state_shape, device):
         super().__init__(spec, capacity, state_shape, device)
         self.capacity = capacity
         self.num_envs = num_envs
         self.rows = 0
-        # V(observation after the environment's last step in this rollout), for each environment
+        # V(observation after a segment's last step); here each environment has one segment
         self.bootstrap = np.zeros(num_envs, np.float32)
         self.started_at = 0.0  # when collecting started (time.perf_counter) ...
         self.ended_at = 0.0  # ... and ended,
@@ -382,8 +385,8 @@ class Collector:
         self.pending["env"][:] = range(num_envs)
         self.pending["segment"][:] = range(num_envs)
         self.in_flight_N = np.zeros(num_envs, bool)
-        # environments whose answer is here and not taken yet, in order of arrival: a step of
-        # theirs is still in flight
+        # environments whose answer is here and not taken yet, in order of arrival: their steps, if
+        # any, still count as in flight
         self.arrived = []
         self.idle = np.zeros(0, int)  # environments whose answer was taken, without a new action
         # the state that `policy.step` returned with each environment's latest action
@@ -395,12 +398,12 @@ class Collector:
 
     @torch.inference_mode()
     def collect(self, rollout):
-        """Collect exactly S steps, from whichever environments deliver them (VER section 2.2).
-        The rollout has fewer only if `enough` says so.
+        """Collect exactly S steps, from whichever environments deliver them (VER section 2.2); with
+        `nover` and `sync`, T from each. The rollout has fewer only if `enough` says so.
 
-        Each pass: take the environments that have answered, complete their steps, choose and send
-        their next actions. In two cases an environment gets no action, and becomes idle: the
-        rollout became full in this pass, or with `nover` and `sync` the environment has given its T
+        In each round: take the environments that have answered, complete their steps, choose and
+        send their next actions. In two cases an environment gets no action, and becomes idle: the
+        rollout ended in this round, or with `nover` and `sync` the environment has given its T
         steps. The policy of the next rollout chooses its action. Steps in flight at the end stay
         pending.
         """
@@ -410,22 +413,22 @@ class Collector:
         self.waited_sec = 0.0
         self.act(self.idle)  # before the first rollout all are starting, and none is idle
         self.idle = np.zeros(0, int)
-        full = self.is_full(rollout)
-        while not full:
+        ended = self.has_ended(rollout)
+        while not ended:
             env_B = self.await_answers(room=rollout.capacity - rollout.rows)
             stepped_B = env_B[self.in_flight_N[env_B]]  # the others have just started: no step yet
             row_B = rollout.rows + np.arange(len(stepped_B))
             self.complete_steps(rollout, stepped_B, row_B)
             rollout.rows += len(stepped_B)
-            full = self.is_full(rollout)
-            wanted_B = (self.given_N[env_B] < self.options.quota) & (not full)
+            ended = self.has_ended(rollout)
+            wanted_B = (self.given_N[env_B] < self.options.quota) & (not ended)
             self.act(env_B[wanted_B])
             self.idle = np.append(self.idle, env_B[~wanted_B])
         rollout.bootstrap[:] = self.bootstrap_values()
         rollout.ended_at = time.perf_counter()
         rollout.waited_sec = self.waited_sec
 
-    def is_full(self, rollout):
+    def has_ended(self, rollout):
         """Whether the rollout ends here: it has S steps, or `enough` says so."""
         return rollout.rows == rollout.capacity or self.enough(rollout.rows)
 
@@ -459,14 +462,14 @@ class Collector:
 
         `obs` is the column of EnvIO from which the observations are taken.
         """
-        shown = {key: to_device(obs[key][env_B], self.device) for key in obs.dtype.names}
+        obs_B = {key: to_device(obs[key][env_B], self.device) for key in obs.dtype.names}
         # each environment's latest action; where an episode begins, the policy ignores it
         prev_action_BA = to_device(self.pending["action"][env_B], self.device)
         first_B = to_device(first_B, self.device)
         state_B = self.state_N[to_device(env_B, self.device)]
         # no memory at an episode's start
         state_B = state_B.masked_fill(first_B[:, None, None], 0.0)
-        return shown, prev_action_BA, first_B, state_B
+        return obs_B, prev_action_BA, first_B, state_B
 
     def act(self, env_B):
         """Choose the next actions of these environments, remember the steps as pending, and send
@@ -511,14 +514,14 @@ class Collector:
         probability), and it counts for the rollout in which it is completed. So no step is thrown
         away.
 
-        A truncated episode would have continued. Its last reward gets the discounted value of the
-        final observation (Pardo et al. 2018), computed with the memory of that episode, which
-        `state_N` still holds. So GAE can treat terminated and truncated episodes in the same way,
-        and one column, `done`, is enough for both.
+        A truncated episode would have continued. The discounted value of the final observation is
+        added to its last reward (Pardo et al. 2018). It is computed with the memory of that
+        episode, which `state_N` still holds. So GAE can treat terminated and truncated episodes in
+        the same way, and one column, `done`, is enough for both.
 
         If the environment failed and was started again, the step is *lost*: it has no outcome. Its
         reward becomes its predicted value, and `done` is set. So its advantage is 0, and earlier
-        steps bootstrap from that value, as at the end of a rollout. (It is never truncated.)
+        steps bootstrap from that value, as at the end of a rollout. (A lost step is not truncated.)
         """
         io = self.io
         rollout.copy(row_B, self.pending, env_B)
@@ -589,7 +592,7 @@ def compute_advantages(segment_S, reward_S, value_S, done_S, bootstrap, gamma, g
 
 
 def importance_weights(env_S, num_envs):
-    """Weights of steps, 1 at most, so that fast environments do not count more than others. VER
+    """Weights of steps, 1 at most, so that no environment counts for more than its fair share. VER
     section 4 describes them without a formula. Their maximum is in table A1, as "Max VER IS"
     (importance sampling).
 
@@ -623,7 +626,7 @@ def add_advantages(rollout, options):
 
 
 def find_sequences(segment_S, first_S):
-    """Cut every segment where an episode begins (VER section 2.2). Returns the steps of each
+    """Cut every segment where an episode begins (VER section 2.2). Returns the rows of each
     sequence, in time order.
 
     >>> find_sequences(np.array([0, 1, 0, 1, 0]), np.array([False, True, True, False, False]))
@@ -636,12 +639,12 @@ def find_sequences(segment_S, first_S):
 
 
 def cut_minibatches(sequences, count):
-    """Lay sequences end to end and cut them into `count` mini-batches of equal size, lists of
-    sequences (VER section 2.2, figure 3B).
+    """Lay sequences end to end and cut them into `count` mini-batches of equal size (VER section
+    2.2, figure 3B). A mini-batch is a list of sequences.
 
     A sequence that a cut splits continues in the next mini-batch, from the recurrent state that was
     stored with its first step there. If the steps do not divide evenly, some mini-batches are a
-    step longer.
+    step longer. (There are never fewer steps than mini-batches: `check_options` sees to that.)
 
     >>> cut_minibatches([np.array([1, 3]), np.array([0, 2, 4, 5])], 2)
     [[array([1, 3]), array([0])], [array([2, 4, 5])]]
@@ -666,11 +669,11 @@ def pack(sequences):
         g
 
     A PackedSequence reads them column by column: a e g | b f | c | d, batch sizes 3 2 1 1. Returns
-    the steps in this order, and the batch sizes: how many sequences are still running at each time.
+    the rows in this order, and the batch sizes: how many sequences are still running at each time.
 
     >>> letters = np.array(list("abcdefg"))
-    >>> step_M, batch_sizes = pack([np.array([4, 5]), np.array([0, 1, 2, 3]), np.array([6])])
-    >>> " ".join(letters[step_M]), batch_sizes.tolist()
+    >>> row_M, batch_sizes = pack([np.array([4, 5]), np.array([0, 1, 2, 3]), np.array([6])])
+    >>> " ".join(letters[row_M]), batch_sizes.tolist()
     ('a e g b f c d', [3, 2, 1, 1])
     """
     tensors = [torch.from_numpy(sequence) for sequence in sequences]
@@ -691,7 +694,7 @@ def ppo_update(policy, optimizer, rollout, options, average=lambda tensors: None
     each logged number.
     """
     update_value_scale(policy.critic, rollout, average)
-    # until the first reward, the scale is 0, and so are values and returns: any divisor works
+    # while all rewards are 0, the scale is 0, and so are values and returns: any divisor works
     scale = max(policy.critic.scale.item(), 1e-8)
     normalize_advantages(rollout, scale, options, average)
     steps = rollout.complete
@@ -780,7 +783,7 @@ def minibatch_step(policy, optimizer, batch, options, average):
     finite = torch.isfinite(norm)
     if finite:
         optimizer.step()
-    policy.keep_bounds()  # of the actions' standard deviation, say
+    policy.keep_bounds()  # clamps what has bounds, such as the standard deviation of actions
     logs["losses/auxiliary"] = auxiliary_loss.detach()
     logs["losses/grad_norm"] = norm
     logs["losses/skipped"] = (~finite).float()
@@ -830,8 +833,8 @@ def ppo_loss(distribution, value_M, batch, log_ent_coef, options):
 
 
 def mean_logs(logs):
-    """The mean of each number over the mini-batches that were not skipped. (If all were skipped,
-    `losses/skipped` is 1, and the other means are NaN.)"""
+    """The mean of each number over the mini-batches that were not skipped, and the share of those
+    that were, `losses/skipped`. (If all were skipped, it is 1, and the means are NaN.)"""
     table = torch.stack([torch.stack(list(log.values())) for log in logs]).cpu()  # one copy
     names = list(logs[0])
     skipped = table[:, names.index("losses/skipped")].bool()  # of each mini-batch
@@ -1393,11 +1396,13 @@ def describe_env(options):
     The trial has a process of its own, so nothing that the environment does there can hang, kill or
     change this process. With --num-workers 0 the trial takes place here, as training will.
     """
+    trial = Environment(0, options, "train", None, None)
     if options.num_workers == 0:
-        return try_env(options)
+        with contextlib.closing(trial):
+            return try_env(trial)
     context = process_context()
     answer, outbox = context.Pipe(duplex=False)
-    how = {"args": (options, outbox), "name": "trial", "daemon": True}
+    how = {"args": (trial, outbox), "name": "trial", "daemon": True}
     process = context.Process(target=trial_process, **how)
     process.start()
     outbox.close()  # so that the pipe ends if that process dies
@@ -1416,20 +1421,22 @@ def describe_env(options):
     return found
 
 
-def trial_process(options, outbox):
+def trial_process(trial, outbox):
     """Body of the process of a trial: send a Spec or a UserError."""
     lead_group()
     torch.set_num_threads(1)
     try:
-        outbox.send(try_env(options))
+        outbox.send(try_env(trial))
     except UserError as error:
         outbox.send(error)
+    trial.close()  # after the answer: some simulators hang here
 
 
-def try_env(options):
-    """Make one environment, look at its spaces, and take a step as in training. If --num-workers is
-    `auto`, also measure the time of some more steps. Returns its Spec; raises UserError."""
-    trial = Environment(0, options, "train", None, None)
+def try_env(trial):
+    """Start a trial's environment, look at its spaces, and take a step as in training. If
+    --num-workers is `auto`, also measure the time of some more steps. Returns its Spec; raises
+    UserError."""
+    options = trial.options
     try:
         trial.env = make_env(options)
         trial.env.reset(seed=derive_seed(0, options.seed, 0, TRIAL_EPISODE))
@@ -1447,8 +1454,6 @@ def try_env(options):
         where = traceback.extract_tb(error.__traceback__)[-1]
         place = f"{where.filename}:{where.lineno}: {where.line}"
         refuse(options, "env_id", f"cannot be used ({first_line(error)}; {place})")
-    finally:
-        trial.close()
 
 
 def time_steps(trial):
@@ -1893,14 +1898,13 @@ class Run:
         self.version = 0  # updates made
         self.recent = deque(maxlen=100)  # episode_stats of the last episodes
         self.signal = None  # the number of a signal that has come
-        self.updating = False  # an exception in an update leaves weights that are not saved
+        self.savable = True  # not in an update: an exception leaves weights in its middle
         self.crowded = 0  # how many of the next updates one thread makes
         self.optimizer = self.make_optimizer()
         # read the first rates now: `restore` overwrites them with decayed ones
         self.learning_rates = [group["lr"] for group in self.optimizer.param_groups]
         self.restore()
         self.first_step = self.step
-        self.saved_step = None  # of the last checkpoint that this process has written
         self.began_at = time.perf_counter()
         self.lap_at = self.began_at  # when the last update ended
         self.spent_sec = np.zeros(3)  # on waiting for environments, inference and learning
@@ -2043,12 +2047,12 @@ class Run:
         decay = self.decay()
         for group, rate in zip(self.optimizer.param_groups, self.learning_rates):
             group["lr"] = rate * decay
-        self.updating = True
+        self.savable = False
         self.policy.train()  # `update_statistics` works only in training mode
         logs = ppo_update(self.policy, self.optimizer, rollout, self.options, self.average)
         update_statistics(self.policy, rollout, decay, self.average)
         self.policy.eval()
-        self.updating = False
+        self.savable = True
         crowded = run_delay_sec() - delay_sec > 0.1 * (time.perf_counter() - began_at)
         self.crowded = CROWDED_UPDATES if crowded else max(0, self.crowded - 1)
         if logs["losses/skipped"] == 1:
@@ -2133,11 +2137,11 @@ class Run:
                 self.writer.add_scalar(tag, value, self.step)
 
     def save(self):
-        """Write a checkpoint in place of the previous one, unless there is nothing new, or the
-        weights are those of an unfinished update. Raises OSError if that fails, for example on a
-        full disk. Then the previous checkpoint is still there."""
-        if self.folder is None or self.updating or self.saved_step == self.step:
-            return
+        """Write a checkpoint in place of the previous one, unless the weights are those of an
+        unfinished update. Returns whether it was written. Raises OSError if that fails, for example
+        on a full disk. Then the previous checkpoint is still there."""
+        if self.folder is None or not self.savable:
+            return False
         content = {
             "format": CHECKPOINT_FORMAT,
             "options": asdict(self.options),
@@ -2149,7 +2153,7 @@ class Run:
             "recent": list(self.recent),
         }
         write_checkpoint(content, self.folder / "checkpoint.pt")
-        self.saved_step = self.step
+        return True
 
     def evaluate(self):
         """Evaluate the policy."""
@@ -2158,8 +2162,7 @@ class Run:
             raise Interrupted(self.signal)
         if self.options.eval_episodes and self.writes:
             means = report_evaluation(self.policy, self.spec, self.options)
-            if self.step > self.first_step:  # else the log has an evaluation already
-                self.write_scalars({f"eval/{name}": mean for name, mean in means.items()})
+            self.write_scalars({f"eval/{name}": mean for name, mean in means.items()})
 
     def close(self):
         """Finish the files."""
@@ -2340,7 +2343,7 @@ def resumed_checkpoint(options):
 
 # ------------------------------------------------------------------------------- The command line
 # Four options name code, the *doors*: --env-id with its arguments, --wrappers, --policy and
-# --extensions. All options are checked before a process starts.
+# --extensions. `check_options` refuses what it can before a process starts.
 
 DOORS = "env_id", "env_kwargs", "wrappers", "policy", "extensions"
 ALIASES = {
@@ -2586,6 +2589,8 @@ def main(argv=None, kind=Options, launch=launch):
         options = parse_options(sys.argv[1:] if argv is None else argv, kind)
         if options.checkpoint:
             check_options(options)
+            if not options.eval_episodes:
+                refuse(options, "eval_episodes", "must be a positive number with --checkpoint")
             report_evaluation(*reversed(load_policy(options, options.checkpoint)), options)
         else:
             launch(options)

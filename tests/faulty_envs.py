@@ -167,6 +167,13 @@ class Doomed(Count):
         DEADLY[self.fault]()
 
 
+class Clinging(Count):
+    """Works, but `close` hangs."""
+
+    def close(self):
+        DEADLY["hang"]()
+
+
 class Endless(Count):
     """Its episodes never end."""
 
@@ -306,7 +313,7 @@ def register(name, kind, **arguments):
     gym.register(f"{name}-v0", f"{__name__}:{kind.__name__}", kwargs=arguments)
 
 
-for kind in (Broken, Endless, Stumbler, Unusable):
+for kind in (Broken, Clinging, Endless, Stumbler, Unusable):
     register(kind.__name__, kind)
 for fault in FAULTS:
     register(f"Faulty-{fault}", Faulty, fault=fault)

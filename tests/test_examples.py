@@ -256,12 +256,12 @@ def test_sampler():
         rollouts.append(taken(rollout))
     assert_nothing_is_lost(c, rollouts)
     c.given_N[:] = 0
-    assert not c.is_full(rollout)
+    assert not c.has_ended(rollout)
     rollout.rows = rollout.capacity
-    assert c.is_full(rollout)  # by fast environments alone
+    assert c.has_ended(rollout)  # by fast environments alone
     rollout.rows = 0
     c.enough = lambda rows: True
-    assert c.is_full(rollout)  # after a signal
+    assert c.has_ended(rollout)  # after a signal
 
 
 SLOW = [

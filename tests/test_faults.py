@@ -1115,7 +1115,8 @@ def test_weights_of_another_network(capsys, checkpoint, changed):
     names = ver_ppo.load_checkpoint(checkpoint)["policy"]
     for weights in ({}, dict.fromkeys(names, 1.0)):
         path = changed(policy=weights)
-        one_line(capsys, ["--checkpoint", str(path)], f"{path} belongs to another network")
+        command = ["--checkpoint", str(path), "--eval-episodes", "1"]
+        one_line(capsys, command, f"{path} belongs to another network")
 
 
 @pytest.fixture
@@ -1230,6 +1231,14 @@ def test_an_environment_that_cannot_be_used(tmp_path, monkeypatch, capsys, fault
     line = f"{FAULTY}Doomed-{fault}-v0 --num-workers 1 --env-timeout {timeout_sec}"
     one_line(capsys, small(tmp_path, *line.split()), words)
     assert not run_folders(tmp_path) and nobody_left()
+
+
+def test_a_trial_that_hangs_at_the_end(monkeypatch):
+    """An environment whose `close` hangs can be used: its trial has answered before that."""
+    monkeypatch.setattr(ver_ppo, "CLOSING_SEC", 0.1)
+    env_id = "tests.faulty_envs:Clinging-v0"
+    options = ver_ppo.Options(env_id=env_id, num_workers=1, env_timeout=60)
+    assert ver_ppo.describe_env(options) == COUNT_SPEC and nobody_left()
 
 
 def test_in_a_thread(checkpoint):

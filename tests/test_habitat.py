@@ -115,7 +115,11 @@ def fresh():
 def recorded(monkeypatch):
     """While a test lasts, this process has a habitat_sim and a habitat with 36 episodes. Returns a
     dictionary by which the test can change them."""
-    monkeypatch.setattr(ver_ppo, "describe_env", ver_ppo.try_env)
+
+    def describe_env(options):
+        return ver_ppo.try_env(ver_ppo.Environment(0, options, "train", None, None))
+
+    monkeypatch.setattr(ver_ppo, "describe_env", describe_env)
 
     def get_config(path, overrides):
         splits = [line for line in overrides if line.startswith("habitat.dataset.split=")]

@@ -204,7 +204,7 @@ def checkpoint(tmp_path):
 @contextlib.contextmanager
 def rank_run(tmp_path, **options):
     """A RankRun of one rank."""
-    defaults = {"env_id": "CartPole-v1", "num_workers": 0, "device": "cpu"}
+    defaults = {"env_id": "CartPole-v1", "num_workers": 0, "device": "cpu", "rank_timeout": 60.0}
     options = ver_multigpu.Options(**defaults | options, runs_dir=str(tmp_path))
     try:
         with contextlib.closing(ver_multigpu.RankRun(options)) as run:
@@ -304,7 +304,7 @@ def note_buffers(rank, args):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ver_ppo, "update_statistics", watching_statistics)
         patch.setattr(ver_multigpu.RankRun, "update", watching_update)
-        status = ver_multigpu.main(args)
+        status = ver_multigpu.main(["--rank-timeout", "60", *args])
     return status, learned, agreed
 
 
@@ -367,8 +367,8 @@ def test_preempted_rank(tmp_path, on_two, more):
     up with stale steps."""
     preempts = NONE[1] not in more
     line = "--env-id tests.envs:Count-v0 --num-workers 2 --total-timesteps 800 --wrappers"
-    args = small(tmp_path, *more, *line.split(), LATENCY.format(2))
-    fast, slow = on_two(run_main, args, ["--wrappers", LATENCY.format(40 if preempts else 10)])
+    args = small(tmp_path, *more, *line.split(), LATENCY.format(1))
+    fast, slow = on_two(run_main, args, ["--wrappers", LATENCY.format(20 if preempts else 5)])
     assert fast.status == slow.status == 0, fast.printed
     assert fast.collectives == slow.collectives
     assert {"average", "broadcast", "gather"} == set(fast.collectives)
@@ -769,7 +769,8 @@ REFUSED = [  # arguments of both ranks, of rank 1 alone, and words of the messag
 @pytest.mark.parametrize("args, args_1, words", REFUSED, ids=[words for _, _, words in REFUSED])
 def test_refused_options(tmp_path, on_two, args, args_1, words):
     """If a rank refuses an option, all end with status 2 and one line."""
-    ranks = on_two(run_main, small(tmp_path, *args, "--num-workers", "0"), args_1)
+    line = "--num-workers 0 --total-timesteps 64".split()
+    ranks = on_two(run_main, small(tmp_path, *line, *args), args_1)
     assert [rank.status for rank in ranks] == [2, 2]
     assert words in message(ranks[0])
     assert message(ranks[0]).count("\n") == 1
@@ -780,7 +781,10 @@ def test_different_checkpoints(tmp_path, on_two):
     """Ranks that continue from different steps are refused."""
     assert ver_multigpu.main(small(tmp_path / "one", *HERE, "--total-timesteps", "64")) == 0
     (folder,) = run_folders(tmp_path / "one")
-    ranks = on_two(run_main, small(tmp_path, *HERE, "--resume", str(folder)), ["--resume", "tests"])
+    another = tmp_path / "another"
+    another.mkdir()
+    args = small(tmp_path, *HERE, "--total-timesteps", "128", "--resume", str(folder))
+    ranks = on_two(run_main, args, ["--resume", str(another)])
     assert [rank.status for rank in ranks] == [2, 2]
     assert f"different checkpoints of {folder}: try again" in message(ranks[0])
 
@@ -833,7 +837,7 @@ def count_keys(rank, args):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ver_multigpu.RankRun, "log", counting_log)
-        status = ver_multigpu.main(args)
+        status = ver_multigpu.main(["--rank-timeout", "60", *args])
     return found, status
 
 

@@ -303,7 +303,7 @@ def my_preemption(step_sec_2, most, learning_sec):
 FEWER_STEPS = {  # of training in these notebooks, where their checks do not ask for more
     "14_transfer": {
         "--total-timesteps 25000": "--total-timesteps 4096",
-        "--total-timesteps 8192": "--total-timesteps 4096",
+        "--total-timesteps 8192": "--total-timesteps 2048",
     },
     "11_population": {"STEPS = 16_896": "STEPS = 9_216"},
     "12_chained_skills": {
@@ -312,14 +312,20 @@ FEWER_STEPS = {  # of training in these notebooks, where their checks do not ask
         "pointnav --total-timesteps 30000 {camera}": "pointnav --total-timesteps 4096 {camera}",
     },
     "01_straggler_effect": {"updates=32)": "updates=12)"},
-    "05_does_it_pay": {"--total-timesteps 6144": "--total-timesteps 2048"},
+    "05_does_it_pay": {
+        "--total-timesteps 6144": "--total-timesteps 2048",
+        "MEAN_SEC = 0.012": "MEAN_SEC = 0.004",
+    },
     "06_optimal_preemption": {
         "SEEDS = range(4)": "SEEDS = range(1)",
         "--total-timesteps 800": "--total-timesteps 500",
     },
     "08_language_models": {"range(30)": "range(3)"},
     "09_bug_hunt": {"UPDATES = 40": "UPDATES = 4"},
-    "10_train_pointnav": {"--total-timesteps 25000": "--total-timesteps 6144"},
+    "10_train_pointnav": {
+        "latency(mean_ms=10,": "latency(mean_ms=1,",
+        "ROLLOUTS = 40": "ROLLOUTS = 10",
+    },
 }
 
 

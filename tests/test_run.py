@@ -258,8 +258,7 @@ def test_export(tmp_path, name):
 
 
 def test_folder_or_checkpoint(tmp_path, capsys):
-    """--checkpoint accepts both. A run that was at its end writes its evaluation only
-    once."""
+    """--checkpoint accepts both. --resume of a run at its end evaluates again, and writes that."""
     line = "--env-id CartPole-v1 --num-workers 0 --total-timesteps 64 --eval-episodes 2"
     folder = run_here(tmp_path, line)
     for place in (folder, folder / "checkpoint.pt"):
@@ -267,8 +266,10 @@ def test_folder_or_checkpoint(tmp_path, capsys):
     assert ver_ppo.main(["--resume", str(folder)]) == 0
     assert capsys.readouterr().out.count("evaluation, 2 sampled episodes") == 4
     events = EventAccumulator(str(folder)).Reload()
-    assert len(events.Scalars("eval/return")) == 1
+    assert len(events.Scalars("eval/return")) == 2
     assert events.Scalars("charts/SPS_update")[0].value > 0
+    given = ["--checkpoint", str(folder), "--eval-episodes", "0"]
+    one_line(capsys, given, "--eval-episodes 0: must be a positive number with --checkpoint")
 
 
 def test_a_checkpoint_needs_no_environment(tmp_path, monkeypatch):

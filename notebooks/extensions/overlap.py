@@ -182,7 +182,7 @@ class Trajectories(ver_ppo.Collector):
         rollout.rows = 0
         self.waited_sec = 0.0
         self.hand_over(rollout)
-        while not self.is_full(rollout):
+        while not self.has_ended(rollout):
             env_B = self.await_answers(room=self.options.num_envs)
             stepped_B = env_B[self.in_flight_N[env_B]]
             row_B = stepped_B * self.options.num_steps + self.given_N[stepped_B]

@@ -246,9 +246,9 @@ class MemberRun(ver_multigpu.RankRun):
         super().restore()
 
     def log(self, rollout, logs):
-        """As RankRun.log. Raises Evolved in all ranks if rank 0 has changed the checkpoint. (`stop`
-        then keeps it, because a checkpoint of this step is written already.) After a signal,
-        training ends instead, and the next start continues from the changed checkpoint."""
+        """As RankRun.log. Raises Evolved in all ranks if rank 0 has changed the checkpoint, which
+        `stop` then does not replace. After a signal, training ends instead, and the next start
+        continues from the changed checkpoint."""
         interval = self.options.checkpoint_interval
         before = self.step
         super().log(rollout, logs)
@@ -259,6 +259,7 @@ class MemberRun(ver_multigpu.RankRun):
             return
         own = publish_and_decide(self) if self.ranks.rank == 0 else None
         (evolved, *_), signal_R = zip(*self.ranks.gather((own, self.signal)))
+        self.savable = not evolved
         if any(signal_R):
             raise ver_ppo.Interrupted(max(filter(None, signal_R)))
         if evolved:

@@ -32,14 +32,14 @@ class Keep(ver_ppo.Run):
 
     def save(self):
         """As Run.save."""
-        super().save()
-        if self.saved_step is None:  # nothing is saved yet; always so in ranks above 0
-            return
-        kept = self.folder / "checkpoints" / f"{self.saved_step}.pt"
+        if not super().save():
+            return False
+        kept = self.folder / "checkpoints" / f"{self.step}.pt"
         kept.parent.mkdir(exist_ok=True)
         temporary = kept.with_suffix(".tmp")
         shutil.copyfile(self.folder / "checkpoint.pt", temporary)
         temporary.replace(kept)
+        return True
 
 
 @dataclass(frozen=True)
