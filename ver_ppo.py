@@ -77,6 +77,7 @@ import json
 import math
 import multiprocessing.forkserver
 import os
+import random
 import re
 import select
 import shlex
@@ -903,19 +904,25 @@ class Environment:
         io["lost"][e] = True
         io["terminated"][e] = False
         io["truncated"][e] = False
-        io["began_at"][e] = time.perf_counter()
-        io["step_sec"][e] = 0.0
-        self.env = make_env(self.options, self.split, self.number)
         self.reset()
 
     def reset(self):
-        """Begin the next episode, from a seed of its own."""
+        """Begin the next episode. In training, an environment is seeded when it starts, and goes on
+        from there (Gymnasium's convention). In validation each episode has a seed of its own, so
+        that all policies play the same episodes."""
         io = self.io
         e = self.number
         io["episode"][e] += 1
-        # the first number is 0 in training and 1 in validation, so that they never share a seed
-        numbers = int(self.split == "val"), self.options.seed, e, io["episode"][e]
-        observation, _ = self.env.reset(seed=derive_seed(*numbers))
+        starts = self.env is None
+        seed = None
+        if starts or self.split == "val":
+            # the first number is 0 in training and 1 in validation, so that they share no seed
+            numbers = int(self.split == "val"), self.options.seed, e, io["episode"][e]
+            seed = derive_seed(*numbers)
+            seed_generators(seed)
+        if starts:
+            self.env = make_env(self.options, self.split, e)
+        observation, _ = self.env.reset(seed=seed)
         self.length = 0
         self.total_reward = 0.0
         self.write(io["obs"], observation)
@@ -935,8 +942,10 @@ class Environment:
         self.length += 1  # before the step: if that raises, the error names the right step
         observation, reward, terminated, truncated, info = self.env.step(action)
         reward = float(reward)
-        if not math.isfinite(np.float32(reward)):
-            raise ValueError(f"reward is {reward}")
+        booleans = np.array([terminated, truncated]).dtype == bool
+        if not (math.isfinite(np.float32(reward)) and booleans):
+            found = f"reward is {reward}, terminated {terminated!r}, truncated {truncated!r}"
+            raise ValueError(f"{found}: must be a finite number, and True or False")
         self.total_reward += reward
         io["reward"][e] = reward
         io["terminated"][e] = terminated
@@ -944,8 +953,10 @@ class Environment:
         io["lost"][e] = False
         io["first"][e] = False
         if terminated or truncated:
-            metrics = [float(info[name]) for name in self.spec.metrics]
-            io["episode_stats"][e] = [self.total_reward, self.length, *metrics]
+            metrics = {name: float(info[name]) for name in self.spec.metrics}
+            if not np.isfinite([*metrics.values()]).all():
+                raise ValueError(f"the metrics are {metrics}")
+            io["episode_stats"][e] = [self.total_reward, self.length, *metrics.values()]
             self.write(io["final_obs"], observation)
             self.reset()
         else:
@@ -1063,7 +1074,6 @@ class Workers:
         self.answers, self.outbox = self.context.Pipe(duplex=False)
         self.poll = select.poll()
         self.poll.register(self.answers, select.POLLIN)
-        self.worker_of = {}  # by the process's sentinel, which becomes readable when it ends
         self.processes = [None] * num_workers
         for worker in range(num_workers):
             self.start(worker)
@@ -1077,8 +1087,7 @@ class Workers:
         process = self.context.Process(target=worker_process, args=arguments, daemon=True)
         process.start()
         self.processes[worker] = process
-        self.worker_of[process.sentinel] = worker
-        self.poll.register(process.sentinel, select.POLLIN)
+        self.poll.register(process.sentinel, select.POLLIN)  # readable when the process ends
 
     def send(self, env_B):
         """Let these environments answer."""
@@ -1093,8 +1102,9 @@ class Workers:
         EnvironmentFailure if workers fail too often."""
         ready = {descriptor for descriptor, _ in self.poll.poll(1000 * timeout_sec)}
         answered = self.read() if self.answers.fileno() in ready else []
-        for sentinel in ready & self.worker_of.keys():
-            answered += self.replace(self.worker_of[sentinel], "died")
+        for worker, process in enumerate(self.processes):
+            if process.sentinel in ready:
+                answered += self.replace(worker, "died")
         silent_W = time.monotonic() - self.heard_at_W > self.options.env_timeout
         for worker in np.flatnonzero(silent_W):
             if len(self.owed(worker)):
@@ -1121,7 +1131,6 @@ class Workers:
         were in the common pipe."""
         process = self.processes[worker]
         self.poll.unregister(process.sentinel)
-        del self.worker_of[process.sentinel]
         end_process(process, 0)
         # read the pipe before `owed`: environments whose answers are in it must not start again
         answered = self.read() if self.answers.poll() else []
@@ -1238,12 +1247,12 @@ def tell(text):
 # how they act, and how many processes they need.
 
 INFERENCE_SEC = 150e-6  # about what one step costs the process that collects
-TRIAL_EPISODE = 2**60  # a trial counts episodes from here: no run gets that far
 LARGE_BOUND = 1e30  # a bound as large as this counts as none
 
 
-def make_env(options, split="train", number=0):
+def make_env(options, split="train", number=0, checked=False):
     """Environment `number` of a split (train or val) as --env-id, --env-kwargs and --wrappers say.
+    If `checked`, Gymnasium looks at its first reset and step, and warns or raises.
 
     Environments that are registered with arguments named `options`, `split` or `number` receive
     these. Other environments differ in their seeds alone.
@@ -1254,7 +1263,7 @@ def make_env(options, split="train", number=0):
     known = {"options": options, "split": split, "number": number}
     arguments = {name: value for name, value in known.items() if name in registered.kwargs}
     arguments |= read_arguments(options.env_kwargs)
-    env = gym.make(registered, disable_env_checker=True, **arguments)
+    env = gym.make(registered, disable_env_checker=not checked, **arguments)
     for wrapper in options.wrappers:
         env = load(wrapper, "--wrappers")(env)
     return env
@@ -1271,6 +1280,15 @@ class Spec:
     metrics: list  # names of the scalars in the last info of an episode
     step_sec: float = 0.0  # seconds that a step takes ...
     cpu_sec: float = 0.0  # ... and how many of them on a CPU
+
+    def __str__(self):
+        """How the policy reads each part of an observation."""
+        parts = []
+        for key, (_, shape, large) in self.obs.items():
+            image = "image of {} channels, {} x {}"
+            what = image.format(*image_layout(shape)) if shape[1:] else f"{shape[0]} numbers"
+            parts.append(f"{key}: {what}{', normalized' if large else ''}")
+        return "; ".join(parts)
 
     @property
     def obs_fields(self):
@@ -1300,9 +1318,8 @@ def spec_of(env):
             continue
         box = isinstance(space, spaces.Box)
         image = box and image_layout(space.shape) is not None
-        byte = space.dtype == np.uint8
-        large = box and bool(byte or space.low.min() < -100 or space.high.max() > 100)
-        kind = "uint8" if image and byte else "float32"
+        large = box and bool(space.low.min() < -30 or space.high.max() > 30)
+        kind = "uint8" if image and large and space.dtype == np.uint8 else "float32"
         obs[key] = kind, space.shape if image else (spaces.flatdim(space),), large
     action = env.action_space
     choices = []
@@ -1315,8 +1332,10 @@ def spec_of(env):
         raise UserError(f"the action is {action}: only {kinds} are supported")
     if not obs:
         raise UserError(f"no part of the observation holds numbers: {env.observation_space}")
-    metrics = (env.metadata or {}).get("metrics", ())  # adapters of the old gym have None
-    return Spec(obs, choices, len(choices) or math.prod(action.shape), list(metrics))
+    # wrappers may have metadata of their own, and adapters of the old gym have None
+    metadata = (env.unwrapped.metadata or {}) | (env.metadata or {})
+    metrics = list(metadata.get("metrics", ()))
+    return Spec(obs, choices, len(choices) or math.prod(action.shape), metrics)
 
 
 def walk(space, observation=None, name=""):
@@ -1350,7 +1369,7 @@ def read_observation(spec, space, observation):
         fits = part.shape == below.shape if box else below.contains(part)
         if fits:
             numbers = part if box else spaces.flatten(below, part)
-            parts[key] = numbers.reshape(shape).astype(kind, copy=False)
+            parts[key] = np.ascontiguousarray(numbers.reshape(shape), kind)
             exact = kind == "float32" or np.array_equal(parts[key], part)
             fits = exact and np.isfinite(parts[key]).all()
         if not fits:
@@ -1360,7 +1379,8 @@ def read_observation(spec, space, observation):
 
 
 def to_env_action(space, action_A):
-    """The policy's numbers as the environment wants them. Discrete: index plus the space's start.
+    """The policy's numbers as the environment wants them. Discrete: index plus the space's start,
+    as a number of numpy.
     Box: -1..1 is stretched to the range low..high. With one bound alone, -1..1 is moved next to the
     bound; with none, it stays. Numbers beyond the bounds are clipped.
 
@@ -1370,7 +1390,7 @@ def to_env_action(space, action_A):
     array([11., 18.], dtype=float32)
     """
     if isinstance(space, spaces.Discrete):
-        return int(action_A[0] + space.start)
+        return space.dtype.type(action_A[0] + space.start)
     action = action_A.reshape(space.shape)
     if isinstance(space, spaces.MultiDiscrete):
         return action.astype(space.dtype) + space.start
@@ -1389,6 +1409,14 @@ def derive_seed(*numbers):
     return int(np.random.SeedSequence(numbers).generate_state(1)[0] >> 1)
 
 
+def seed_generators(seed):
+    """Seed the global random generators, which environments may use. (A process would get their
+    states from the fork server, so all processes would draw the same numbers.)"""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
 def describe_env(options):
     """Try one environment, and return its Spec. Raises UserError if it fails, or if a space is not
     supported.
@@ -1398,8 +1426,11 @@ def describe_env(options):
     """
     trial = Environment(0, options, "train", None, None)
     if options.num_workers == 0:
+        folder = os.getcwd()
         with contextlib.closing(trial):
-            return try_env(trial)
+            spec = try_env(trial)
+        os.chdir(folder)  # some environments change it
+        return spec
     context = process_context()
     answer, outbox = context.Pipe(duplex=False)
     how = {"args": (trial, outbox), "name": "trial", "daemon": True}
@@ -1438,10 +1469,10 @@ def try_env(trial):
     UserError."""
     options = trial.options
     try:
-        trial.env = make_env(options)
-        trial.env.reset(seed=derive_seed(0, options.seed, 0, TRIAL_EPISODE))
+        trial.env = make_env(options, checked=True)
+        trial.env.reset(seed=0)
         trial.spec = spec_of(trial.env)
-        trial.io = EnvIO(trial.spec, 1, TRIAL_EPISODE)
+        trial.io = EnvIO(trial.spec, 1)
         trial.reset()
         trial.step()
         if options.num_workers == "auto":
@@ -1518,18 +1549,18 @@ def orthogonal(layer, gain=math.sqrt(2)):
 
 
 def image_layout(shape):
-    """Channels, height, width of an image (two or three dimensions, 8 x 8 pixels at least) and
-    whether the channels come last; None for other shapes.
+    """Channels, height, width of an image, and whether the channels come last; None for other
+    shapes. An image has three dimensions. The channels come last, unless the first dimension is
+    smaller than both others.
 
-    >>> image_layout((3, 36, 40)), image_layout((9,))
-    ((3, 36, 40, False), None)
+    >>> image_layout((3, 36, 40)), image_layout((8, 8, 111)), image_layout((30, 12))
+    ((3, 36, 40, False), (111, 8, 8, True), None)
     """
-    if len(shape) not in (2, 3):
+    if len(shape) != 3:
         return None
-    shape = shape if len(shape) == 3 else (*shape, 1)
-    channels_last = shape[2] <= shape[0]
-    channels, height, width = (shape[2], *shape[:2]) if channels_last else shape
-    return (channels, height, width, channels_last) if min(height, width) >= 8 else None
+    if shape[0] < min(shape[1:]):
+        return *shape, False
+    return shape[2], *shape[:2], True
 
 
 class Statistics(nn.Module):
@@ -1587,8 +1618,8 @@ def update_statistics(policy, rollout, weight, average):
 
 class Input(nn.Module):
     """One part of an observation, as an encoder wants it: B x C numbers, or an image as B x
-    channels x height x width. Bytes of an image are scaled to 0..1. Numbers that may be large
-    (bytes, or a space with bounds beyond 100 or none) are normalized."""
+    channels x height x width. Numbers that may be large (their space has bounds beyond -30..30, or
+    none) are normalized. Before that, bytes of an image are scaled to 0..1."""
 
     def __init__(self, key, spec):
         super().__init__()
@@ -1612,6 +1643,13 @@ class Input(nn.Module):
         return self.normalize(self.read(obs))
 
 
+def cover(size, side):
+    """How to cut an image of this height and width into patches of side x side pixels, so that each
+    pixel is in a patch: the zeros to pad it with, and the patches, vertically and horizontally."""
+    padding = [math.ceil(-length % side / 2) for length in size]
+    return padding, [math.ceil(length / side) for length in size]
+
+
 class SmallCNN(nn.Module):
     """Small CNN for an image of any size -> B x out_features. Its first layers read patches that do
     not overlap: on a CPU that is twice as fast as the usual overlapping 8x8 and 4x4 kernels. With
@@ -1622,18 +1660,19 @@ class SmallCNN(nn.Module):
         self.source = source
         self.out_features = out_features
         stride = 4 if min(source.size) >= 32 else 2
+        padding, size = cover(source.size, stride)
+        padding_2, size_2 = cover(size, stride)
         convolutions = nn.Sequential(
-            orthogonal(nn.Conv2d(source.channels, 16, stride, stride)),
+            orthogonal(nn.Conv2d(source.channels, 16, stride, stride, padding)),
             nn.ReLU(inplace=True),
-            orthogonal(nn.Conv2d(16, 32, stride, stride)),
+            orthogonal(nn.Conv2d(16, 32, stride, stride, padding_2)),
             nn.ReLU(inplace=True),
             orthogonal(nn.Conv2d(32, 32, 3, 1, padding=1)),
             nn.ReLU(inplace=True),
             nn.Flatten(),
         )
         self.convolutions = convolutions.to(memory_format=torch.channels_last)
-        flat_features = 32 * math.prod(side // stride // stride for side in source.size)
-        self.out = orthogonal(nn.Linear(flat_features, out_features))
+        self.out = orthogonal(nn.Linear(32 * math.prod(size_2), out_features))
 
     def forward(self, obs):
         return torch.relu(self.out(self.convolutions(self.source(obs))))
@@ -1957,7 +1996,7 @@ class Run:
         size = f"{sum(weight.numel() for weight in self.policy.parameters()):,} parameters"
         workers = f"workers: {count_workers(options, self.spec)}"
         what = f"{how}, {options.num_envs} environments, {workers}, {size} on {self.device}"
-        self.say(f"{folder}: {what}")
+        self.say(f"{folder}: {what}\nobservation: {self.spec}")
 
     def say(self, text):
         """Print a line above the progress bar."""
@@ -1968,8 +2007,7 @@ class Run:
     def start(self):
         """Start the environments, and from here on, catch signals."""
         options = self.options
-        torch.manual_seed(derive_seed(SEED_OF_LEARNER, options.seed, self.step))
-        self.cleanup.enter_context(caught_signals(self.note_signal))
+        signals = self.cleanup.enter_context(contextlib.ExitStack())  # the last that `stop` ends
         # The seed of an episode is made from its number. A resumed run must not repeat an episode,
         # so its episode numbers begin at run.step. That counts the steps of all environments
         # together. One environment has begun far fewer episodes, so no number is used twice
@@ -1981,6 +2019,10 @@ class Run:
         self.cleanup.callback(self.save)
         what = self.policy, workers, io, self.spec, options, self.enough
         self.collector = self.collector_class(*what)
+        # with --num-workers 0, this starts the environments, which may use these two themselves
+        self.collector.arrived += workers.receive(0)
+        signals.enter_context(caught_signals(self.note_signal))
+        torch.manual_seed(derive_seed(SEED_OF_LEARNER, options.seed, self.step))
 
     def stop(self):
         """Save, end the environments, and say where the time went."""
@@ -2257,7 +2299,7 @@ def report_evaluation(policy, spec, options, path=None):
         return {}
     means = found.mean(axis=0)
     errors = found.std(axis=0, ddof=1 if len(found) > 1 else 0) / math.sqrt(len(found))
-    parts = [f"{n} {mean:.3f} ± {error:.3f}" for n, mean, error in zip(names, means, errors)]
+    parts = [f"{n} {mean:.3f} +- {error:.3f}" for n, mean, error in zip(names, means, errors)]
     how = "greedy" if options.greedy else "sampled"
     print(f"evaluation, {len(found)} {how} episodes in {sec:.0f} s: {', '.join(parts)}")
     return dict(zip(names, means))
@@ -2367,6 +2409,10 @@ ALIASES = {
     "hide": "notebooks.extensions.wrappers:Hide",
     "transfer": "notebooks.extensions.transfer:Transfer",
 }
+WHERE = (
+    "a file in this folder is found with PYTHONPATH=. before the command, and an environment of a"
+    " package as package:Id-v0"
+)
 # one KEY=VALUE in brackets. It ends at a comma outside of quotation marks, if another KEY= follows
 ARGUMENT = r"""\w+ *=(?:'[^']*'|"[^"]*"|[^,'"]|,(?! *\w+ *=))*"""
 
@@ -2408,17 +2454,15 @@ def find(text, option):
     """
     short, bracket, inside = text.partition("(")
     module, _, name = ALIASES.get(short, short).rpartition(":")
+    if not module and option != "--env-id":
+        names = ", ".join(ALIASES)
+        raise UserError(f"{option} {text} cannot be found: must be MODULE:NAME, or one of {names}")
     try:
         home = importlib.import_module(module) if module else None
         found = gym.spec(name) if option == "--env-id" else getattr(home, name)
     except (Exception, SystemExit) as error:  # whatever the module's own code raises
-        advice = "must be MODULE:NAME"
-        if option == "--env-id":
-            advice = "write package:Id-v0 for an environment of a package"
-        if isinstance(error, ModuleNotFoundError):
-            advice += "; a file in this folder is found with PYTHONPATH=. before the command"
-        reason = first_line(error)
-        raise UserError(f"{option} {text} cannot be found ({reason}): {advice}") from None
+        reason = f"{option} {text} cannot be found ({first_line(error)})"
+        raise UserError(f"{reason}: {WHERE}") from None
     if not bracket:
         return found, {}
     if option == "--env-id":
@@ -2456,12 +2500,8 @@ def extend(run_class, options):
         unknown = [name for name in arguments if name not in takes]
         if unknown:
             raise UserError(f"--extensions {text}: there is no {unknown[0]}, it takes {takes}")
-        try:
-            # as `class NAME(extension, run_class)` with these attributes
-            run_class = type(run_class.__name__, (extension, run_class), arguments)
-        except TypeError:
-            reason = "is there twice, or must come earlier"
-            raise UserError(f"--extensions {text}: {reason}") from None
+        # as `class NAME(extension, run_class)` with these attributes
+        run_class = type(run_class.__name__, (extension, run_class), arguments)
     return run_class
 
 
@@ -2499,26 +2539,23 @@ def refuse(options, name, message):
     raise UserError(f"--{name.replace('_', '-')} {getattr(options, name)}: {message}")
 
 
-POSITIVE = "total_timesteps", "num_envs", "num_steps", "num_minibatches", "update_epochs"
-POSITIVE += "clip_coef", "checkpoint_interval", "learner_threads", "learning_rate"
-POSITIVE += "max_grad_norm", "env_timeout", "hidden_size"
-NOT_NEGATIVE = "seed", "num_workers", "eval_episodes", "max_worker_restarts", "ent_coef"
-NOT_NEGATIVE += "vf_coef", "lstm_layers"
-FRACTIONS = "gamma", "gae_lambda"
+POSITIVE = """total_timesteps num_envs num_steps num_minibatches update_epochs clip_coef
+    checkpoint_interval learner_threads learning_rate max_grad_norm env_timeout hidden_size"""
+NOT_NEGATIVE = """seed num_workers eval_episodes max_worker_restarts ent_coef vf_coef lstm_layers"""
+RULES = {  # names of options, what must hold, and how to say it
+    POSITIVE: (lambda value: 0 < value < math.inf, "must be a positive number"),
+    NOT_NEGATIVE: (lambda value: 0 <= value < 2**63, "must be 0 or more"),
+    "gamma gae_lambda": (lambda value: 0 <= value <= 1, "must be within 0..1"),
+}
 
 
 def check_options(options):
     """Raise UserError for an option that cannot work, and say how to fix it."""
     values = {name: value for name, value in vars(options).items() if value != "auto"}
-    for name in values.keys() & POSITIVE:
-        if not 0 < values[name] < math.inf:
-            refuse(options, name, "must be a positive number")
-    for name in values.keys() & NOT_NEGATIVE:
-        if not 0 <= values[name] < 2**63:
-            refuse(options, name, "must be 0 or more")
-    for name in FRACTIONS:
-        if not 0 <= values[name] <= 1:
-            refuse(options, name, "must be within 0..1")
+    for names, (holds, rule) in RULES.items():
+        for name in values.keys() & names.split():
+            if not holds(values[name]):
+                refuse(options, name, rule)
     most_envs = select.PIPE_BUF // 4
     if options.num_envs > most_envs:
         reason = "the numbers of all environments must fit into one write to a pipe"

@@ -1,5 +1,10 @@
 """Small environments for the tests. Importing registers them: `tests.envs:Cue-v0` and so on."""
 
+import os
+import random
+import signal
+import sys
+
 import gymnasium as gym
 import numpy as np
 import torch
@@ -162,6 +167,85 @@ class Unsupported(Count):
         super().__init__()
         vars(self).update(its_spaces)
 
+    def observe(self):
+        return self.observation_space.sample()
+
+
+class Drawn(Count):
+    """The second number of its observation comes from a global random generator: one when the
+    environment is made, and another in each episode."""
+
+    sources = {"random": random.random, "numpy": np.random.random, "torch": lambda: torch.rand(1)}
+
+    def __init__(self, source, render_mode=None):
+        super().__init__(limit=3)
+        self.draw = lambda: float(self.sources[source]())
+        self.made = self.draw()
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.offset = self.draw()
+        return self.observe(), {}
+
+
+class Rude(Count):
+    """Does what environments do that share a process with other things: sets a handler for SIGTERM
+    when it is made, changes the current folder, and in its 100th step raises what is no
+    Exception."""
+
+    class Panic(BaseException):
+        pass
+
+    def __init__(self, folder="/", render_mode=None):
+        super().__init__()
+        self.life = 0
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+        os.chdir(folder)
+
+    def step(self, action):
+        self.life += 1
+        if self.life == 100:
+            raise self.Panic
+        return super().step(action)
+
+
+class Reused(gym.Env):
+    """An image in one array, which each step fills again, and which has negative strides."""
+
+    observation_space = spaces.Box(0, 255, (40, 40, 3), np.uint8)
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, render_mode=None):
+        self.image = np.zeros((40, 40, 3), np.uint8)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.steps = 0
+        return self.observe(), {}
+
+    def observe(self):
+        self.image[:] = 10 * self.steps
+        return self.image[::-1]
+
+    def step(self, action):
+        assert isinstance(action, np.integer), "as from Gymnasium's own samples"
+        self.steps += 1
+        return self.observe(), 1.0, self.steps == 20, False, {}
+
+    def render(self):
+        return self.image / 255.0
+
+
+class Unpicklable(spaces.Box):
+    def __reduce__(self):
+        raise TypeError("cannot be pickled")
+
+
+class Rich(Count):
+    """With a space that cannot be pickled."""
+
+    observation_space = Unpicklable(0, np.inf, (2,), np.float64)
+
 
 class Told(Count):
     """Keeps the arguments that it receives."""
@@ -243,7 +327,7 @@ class Greedy(ver_ppo.Policy):
         return super().sequences(*batch)
 
 
-for name in ("Cue", "Count", "Keys", "Everything", "Continuous"):
+for name in ("Cue", "Count", "Keys", "Everything", "Continuous", "Drawn", "Rude", "Reused", "Rich"):
     gym.register(f"{name}-v0", f"{__name__}:{name}")
 for name, its_spaces in {
     "TextAlone": {"observation_space": spaces.Dict({"speech": spaces.Text(10)})},

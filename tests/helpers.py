@@ -11,8 +11,8 @@ import sys
 import time
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
-from types import SimpleNamespace
 
+import gymnasium as gym
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -77,7 +77,8 @@ def logged(folder, tag):
     """The values of a tag in TensorBoard, by step. No step may have two."""
     events = EventAccumulator(str(folder)).Reload().Scalars(tag)
     assert len({event.step for event in events}) == len(events)
-    return {event.step: event.value for event in events}
+    # sorted: TensorBoard reads files of one second in the order of their names, 10 before 9
+    return dict(sorted((event.step, event.value) for event in events))
 
 
 def processes():
@@ -120,8 +121,11 @@ def wait_until(condition, seconds=60):
 
 def make_spec(observation_space, action_space, metrics=()):
     """The Spec of an environment with these spaces."""
-    names = {"metadata": {"metrics": metrics}, "observation_space": observation_space}
-    return ver_ppo.spec_of(SimpleNamespace(action_space=action_space, **names))
+    env = gym.Env()
+    env.metadata = {"metrics": metrics}
+    env.observation_space = observation_space
+    env.action_space = action_space
+    return ver_ppo.spec_of(env)
 
 
 def make_environment(env_id, number=0, **options):

@@ -59,13 +59,12 @@ def unpickle(path):
 
 def read_books(paths):
     """The steps that each environment was asked for. Returns a list of lives for each environment,
-    in order. A life is a list of numbers. Leaves out the trial."""
-    trial = ver_ppo.derive_seed(0, 1, 0, ver_ppo.TRIAL_EPISODE + 1)  # of --seed 1
+    in order. A life is a list of numbers."""
     lives = defaultdict(list)
     for path in sorted(paths, key=lambda path: int(path.name.split("-")[1])):
         e = int(path.name.split("-")[0])
         numbers = array("I", path.read_bytes()).tolist()
-        if numbers and numbers[0] != trial:
+        if numbers:
             lives[e].append([(e, *pair) for pair in zip(numbers[::2], numbers[1::2])])
     return lives
 

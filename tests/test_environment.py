@@ -2,7 +2,6 @@
 
 import heapq
 import math
-import time
 from types import SimpleNamespace
 
 import gymnasium as gym
@@ -182,7 +181,7 @@ def test_parts_of_an_observation(capsys):
     spec = environment.spec
     assert spec.obs == {
         "arm": ("float32", (6,), True),  # no bounds
-        "camera/grey": ("uint8", (16, 16), True),
+        "camera/grey": ("float32", (16 * 16,), True),  # two dimensions are no image
         "camera/rgb": ("uint8", (24, 20, 3), True),
         "first": ("uint8", (3, 36, 40), True),
         "hand/0": ("float32", (2 + 3 + 1 + 4,), False),  # choices
@@ -213,8 +212,8 @@ def test_choices_are_one_hot_and_bytes_are_numbers():
     observation["hand"] = (*hand, *observation["hand"][2:])
     parts = ver_ppo.read_observation(spec, space, observation)
     assert parts.keys() == spec.obs.keys()
-    for name in ("rgb", "grey"):
-        assert (parts[f"camera/{name}"] == observation["camera"][name]).all()
+    assert (parts["camera/rgb"] == observation["camera"]["rgb"]).all()
+    assert (parts["camera/grey"] == observation["camera"]["grey"].ravel()).all()
     assert (parts["first"] == observation["first"]).all()
     assert parts["room"].tolist() == [0, 0, 0, 1]
     assert parts["arm"].tolist() == [1.5, -2, 3, 4, 5, 6]
@@ -243,9 +242,9 @@ BAD_PARTS = [
     (gym.spaces.Box(-1, 1, (2,)), [0.0, -np.inf]),
     (gym.spaces.Box(-1, 1, (2,)), [0.0, 1e39]),  # more than float32 can hold
     (gym.spaces.Box(-1, 1, (2,)), [0.0]),
-    (gym.spaces.Box(0, 255, (8, 8), np.uint8), np.full((8, 8), 256)),
-    (gym.spaces.Box(0, 255, (8, 8), np.uint8), np.full((8, 8), 0.5)),
-    (gym.spaces.Box(0, 255, (8, 8), np.uint8), np.zeros((8, 9), np.uint8)),
+    (gym.spaces.Box(0, 255, (8, 8, 1), np.uint8), np.full((8, 8, 1), 256)),
+    (gym.spaces.Box(0, 255, (8, 8, 1), np.uint8), np.full((8, 8, 1), 0.5)),
+    (gym.spaces.Box(0, 255, (8, 8, 1), np.uint8), np.zeros((8, 9, 1), np.uint8)),
     (gym.spaces.Box(0, 1, (8, 8, 3)), np.full((8, 8, 3), np.nan)),
     (gym.spaces.Box(0, 9, (2,), np.int64), [1.0, np.nan]),
     (gym.spaces.Box(0, 9, (2,), np.int64), [[1, 2]]),
@@ -422,10 +421,8 @@ def test_lost_steps(capsys, method, steps):
     environment.close()  # an error here changes nothing
 
     other = ver_ppo.Environment(0, environment.options, "train", environment.spec, io)
-    began_at = time.perf_counter()
     other.answer()
     assert row["lost"] and not row["truncated"] and not row["terminated"]
-    assert row["step_sec"] == 0 and began_at <= row["began_at"] <= time.perf_counter()
     assert row["first"] and row["episode"] == episode + 1
     assert row["obs"]["obs"][0] == 0 and row["obs"] != shown  # another seed
     assert (row["episode_stats"] == stats).all()  # the episode that crashed does not count
@@ -505,8 +502,8 @@ def test_resize_rounds_integers():
     """A mean of 2.75 is 3, not 2, for bytes and for depth in millimeters."""
     for kind in (np.uint8, np.uint16, np.int32):
         env = gym.Env()
-        env.observation_space = gym.spaces.Box(0, 200, (16, 16), kind)
-        image = np.tile(np.array([[2, 3], [3, 3]], kind), (8, 8))
+        env.observation_space = gym.spaces.Box(0, 200, (16, 16, 1), kind)
+        image = np.tile(np.array([[2, 3], [3, 3]], kind), (8, 8))[:, :, None]
         resized = wrappers.Resize(env, height=8, width=8).observation(image)
         assert resized.dtype == kind and (resized == 3).all()
 

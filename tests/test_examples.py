@@ -27,7 +27,7 @@ from notebooks.extensions.virtual_clock import (
     build,
     taken,
 )
-from tests.helpers import ROOT
+from tests.helpers import ROOT, make_spec
 
 PAGE = ROOT / "notebooks" / "DOORS.md"
 SECTION = re.search(r"^#### Eight examples\n(.*?)(?=^#{1,4} |\Z)", PAGE.read_text(), re.M | re.S)[1]
@@ -377,9 +377,7 @@ def test_probabilities_of_masked_actions():
     """They are 0; the others keep their proportions, and gradients are finite."""
     spaces = gym.spaces
     observation = spaces.Dict(mask=spaces.MultiBinary(4), place=spaces.Box(-1, 1, (3,)))
-    env = SimpleNamespace(observation_space=observation, action_space=spaces.Discrete(4))
-    env.metadata = {}
-    spec = ver_ppo.spec_of(env)
+    spec = make_spec(observation, spaces.Discrete(4))
     options = ver_ppo.Options(hidden_size=8)
     policy = importlib.import_module("masked").Masked(spec, options)
     policy.actor.weight.data.normal_()

@@ -533,13 +533,13 @@ def test_the_end_of_a_worker(monkeypatch, capsys):
 
 @pytest.mark.parametrize(
     "image",
-    [np.full((8, 8), 0.5), np.full((8, 8), np.nan), np.full((8, 8), 300), np.ones((8, 9), "u1")],
+    [*[np.full((8, 8, 1), number) for number in (0.5, np.nan, 300)], np.ones((8, 9, 1), "u1")],
 )
 def test_images_of_another_kind(image):
     """Floats and large integers would lose their value in a table of uint8."""
-    space = gym.spaces.Box(0, 255, (8, 8), np.uint8)
+    space = gym.spaces.Box(0, 255, (8, 8, 1), np.uint8)
     spec = make_spec(space, gym.spaces.Discrete(2))
-    right = ver_ppo.read_observation(spec, space, np.full((8, 8), 200, int))
+    right = ver_ppo.read_observation(spec, space, np.full((8, 8, 1), 200, int))
     assert right["obs"].dtype == np.uint8 and (right["obs"] == 200).all()
     with (
         np.errstate(invalid="ignore"),  # NaN as a byte
@@ -1167,7 +1167,7 @@ MISTAKES = {  # and a word of the answer
     "--learning-rate nan": "--learning-rate nan: must be a positive number",
     "--env-id CartPole-v9000": "--env-id CartPole-v9000 cannot be found",
     "--env-id no_such_module:Env-v0": "a file in this folder is found with PYTHONPATH=. before",
-    "--env-id minigird/Empty-v0": "write package:Id-v0 for an environment of a package",
+    "--env-id minigird/Empty-v0": "an environment of a package as package:Id-v0",
     "--wrappers hidden": "--wrappers hidden cannot be found",
     "--wrappers gymnasium.wrappers:TimeLimit(steps=3)": "TimeLimit(steps=3): ",
     "--wrappers gymnasium.wrappers:TimeLimit(3)": "(KEY=VALUE, ...)",
@@ -1175,7 +1175,6 @@ MISTAKES = {  # and a word of the answer
     "--wrappers m:f(text='x)": "--wrappers m:f(text='x) cannot be found",
     "--policy resnet19": "--policy resnet19 cannot be found",
     "--extensions json:dumps": "must be a subclass of ver_ppo.Run",
-    "--extensions keep keep": "is there twice",
     "--resume nowhere": "mkdir -p nowhere lets a new run begin there",
     "--checkpoint nowhere.pt": "there is no checkpoint nowhere.pt",
     "--device cuda:77": "try --device cpu",

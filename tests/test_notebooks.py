@@ -961,4 +961,4 @@ def test_transfer_command(tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("simulator: ") == 1, "by the main process, once"
     assert "tensors come from" in done.stdout
-    assert re.search(r"distance_from_start [\d.]+ ±", done.stdout)
+    assert re.search(r"distance_from_start [\d.]+ \+-", done.stdout)

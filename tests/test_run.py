@@ -150,8 +150,7 @@ def test_resume_continues(tmp_path, monkeypatch, env_id, function, times, step):
         return original(*args)
 
     def note(*numbers):
-        if numbers[-1] < ver_ppo.TRIAL_EPISODE:
-            played.append(numbers)
+        played.append(numbers)
         return seed(*numbers)
 
     monkeypatch.setattr(ver_ppo, "derive_seed", note)
@@ -294,7 +293,7 @@ def test_resume_with_other_options(tmp_path):
     """The run continues with its weights, whatever else changes."""
     line = "--num-workers 0 --total-timesteps 128 --env-kwargs simulator=builtin image_size=16"
     folder = run_here(tmp_path, line)
-    changes = "--env-kwargs image_size=17", "--seed 9 --num-steps 8", "--num-envs 6"
+    changes = "--env-kwargs image_size=15", "--seed 9 --num-steps 8", "--num-envs 6"
     for change in (*changes, "--sampler nover --ent-coef 0.2"):
         step = saved(folder)["step"]
         args = ["--resume", str(folder), "--total-timesteps", str(step + 1), *CHECKED["here"]]
@@ -316,7 +315,7 @@ def test_evaluation(tmp_path, capsys):
     assert numbers[0] == numbers[1] != numbers[2]
     assert "success" in numbers[0]
     assert "spl" in numbers[0]
-    assert " ± " in numbers[0]
+    assert " +- " in numbers[0]  # a terminal need not know ±
     assert lines[0].startswith("evaluation, 9 sampled episodes")
     assert lines[2].startswith("evaluation, 9 greedy episodes")
     assert run_folders(tmp_path) == [folder]
@@ -605,7 +604,7 @@ BAD_INPUT = {
     "--env-id no_such_module:Env-v0": "no_such_module",
     "--env-id tests.envs:NoSuch-v0": "NoSuch",
     "--env-id tests.quitter:Env-v0": "--env-id tests.quitter:Env-v0 cannot be found (SystemExit",
-    "--env-id minigird/Empty-v0": "write package:Id-v0 for an environment of a package",
+    "--env-id minigird/Empty-v0": "an environment of a package as package:Id-v0",
     "--env-id tests.faulty_envs:Broken-v0": "no licence",
     "--env-id tests.envs:TextAlone-v0": "no part of the observation holds numbers",
     "--env-id tests.envs:TupleAction-v0": "Tuple",
@@ -615,7 +614,7 @@ BAD_INPUT = {
     f"{UNUSABLE}=nan": "reward is nan",
     "--env-kwargs colour": "colour: must be KEY=VALUE",
     "--env-kwargs colour=red": "colour",
-    "--wrappers wrap.Noise": "--wrappers wrap.Noise cannot be found",
+    "--wrappers wrap.Noise": "must be MODULE:NAME, or one of pointnav, ",
     "--wrappers FrameStack": "must be MODULE:NAME",
     "--wrappers no_such_module:Wrapper": "no_such_module",
     "--wrappers gymnasium.wrappers:NoSuch": "NoSuch",
@@ -633,7 +632,6 @@ BAD_INPUT = {
     "--extensions json:dumps": "must be a subclass of ver_ppo.Run",
     "--extensions overlap(speed=3)": "there is no speed, it takes []",
     "--extensions trace(path=3)": "there is no path, it takes ['file']",
-    "--extensions overlap async overlap": "is there twice",
     "--extensions trace(file=/nowhere/trace.json)": "/nowhere/trace.json cannot be written",
     "--extensions transfer": "give a checkpoint",
     "--device cuda": "--device cpu",
@@ -689,7 +687,7 @@ def test_the_device_is_chosen_once(monkeypatch, tmp_path):
     checkpoint is evaluated."""
     told = []
     own = ver_ppo.make_env
-    note = lambda options, *more: told.append(options.device) or own(options, *more)
+    note = lambda options, *more, **how: told.append(options.device) or own(options, *more, **how)
     monkeypatch.setattr(ver_ppo, "make_env", note)
     monkeypatch.setattr(ver_ppo, "choose_device", lambda options: torch.device("cpu", 0))
     folder = run_here(tmp_path, "--env-id CartPole-v1 --num-workers 0 --total-timesteps 64")

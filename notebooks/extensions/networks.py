@@ -10,13 +10,14 @@ in ver_ppo.py. In addition: P starts, F futures of each start, T steps ahead, N 
 future.
 """
 
+import math
 from pathlib import Path
 
 import torch
 from torch import nn
 
 import ver_ppo
-from ver_ppo import ACTION_FEATURES, Input, UserError, orthogonal
+from ver_ppo import ACTION_FEATURES, Input, UserError, cover, orthogonal
 
 # ------------------------------------------------------------------------------ Residual encoders
 
@@ -103,16 +104,20 @@ class ResNet(nn.Module):
             raise UserError(f"a residual encoder needs images of 64 x 64 at least: {source.size}")
         self.source = source
         self.out_features = out_features
-        layers = [nn.AvgPool2d(2)]
+        layers = [nn.AvgPool2d(2, ceil_mode=True)]
+        size = [math.ceil(side / 2) for side in source.size]
         if modern:
-            layers.append(convolution(source.channels, 32, 4, 4, padding=0))
+            padding, size = cover(size, 4)
+            layers.append(convolution(source.channels, 32, 4, 4, padding=padding))
         else:
             layers += [convolution(source.channels, 32, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
         channels = 32
         for stage, count in enumerate(blocks):
             planes = 32 * 2**stage
             if modern and stage:
-                layers += [nn.GroupNorm(16, channels), nn.Conv2d(channels, planes, 2, 2)]
+                padding, size = cover(size, 2)
+                down = nn.Conv2d(channels, planes, 2, 2, padding)
+                layers += [nn.GroupNorm(16, channels), down]
                 channels = planes
             for block in range(count):
                 stride = 2 if stage and not block and not modern else 1

@@ -107,10 +107,11 @@ def frames(env, policy, greedy, seed, metrics):
     observation, _ = env.reset(seed=seed)
     agent = Agent(policy, env, greedy)  # after the reset, because Habitat then knows its metrics
     for _ in range(MOST_FRAMES):
-        picture = env.render()
-        if np.ndim(picture) != 3:
+        picture = np.asarray(env.render())
+        if picture.ndim != 3:
             raise ver_ppo.UserError("this environment renders no pictures")
-        yield picture
+        bytes_of = 255 if picture.dtype.kind == "f" else 1  # floats are 0..1
+        yield np.ascontiguousarray(bytes_of * picture, np.uint8)
         observation, _, terminated, truncated, info = env.step(agent.act(observation))
         if terminated or truncated:
             metrics.update({name: float(info[name]) for name in agent.spec.metrics})
@@ -143,6 +144,8 @@ def film(options):
         raise ver_ppo.UserError(f"--episodes {options.episodes}: must be 1 or more")
     if options.film.suffix not in (".gif", ".mp4"):
         raise ver_ppo.UserError(f"--film {options.film}: must end in .gif or .mp4")
+    film = options.film.absolute()  # an environment may change the current folder
+    film.parent.mkdir(parents=True, exist_ok=True)
     policy, run_options = load_policy(options.run, options.trust)
     env_kwargs = (*run_options.env_kwargs, "render_mode=rgb_array", *options.env_kwargs)
     run_options = replace(run_options, env_kwargs=env_kwargs)
@@ -153,11 +156,11 @@ def film(options):
     films = [frames(*how, seed, measured[seed]) for seed in range(options.episodes)]
     with contextlib.closing(env):
         if not options.each:
-            write_film(options.film, itertools.chain.from_iterable(films))
-            return [options.film]
+            write_film(film, itertools.chain.from_iterable(films))
+            return [film]
         paths = []
         for number, pictures in enumerate(films):
-            path = options.film.with_stem(f"{options.film.stem}_{number}")
+            path = film.with_stem(f"{film.stem}_{number}")
             write_film(path, pictures)
             numbers = [f"_{name}={value:.2f}" for name, value in measured[number].items()]
             named = "".join([path.stem, *numbers]).replace("/", "-")

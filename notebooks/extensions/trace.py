@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import time
+from pathlib import Path
 
 import numpy as np
 
@@ -25,7 +26,8 @@ class Trace(ver_ppo.Run):
     def open_folder(self):
         """As Run.open_folder. Refuses a file that cannot be written, or is not a trace."""
         rank = os.environ.get("RANK", "0")
-        self.path = self.file if rank == "0" else f"{self.file}.{rank}"
+        file = Path(self.file).absolute()  # an environment may change the current folder
+        self.path = file if rank == "0" else file.with_name(f"{file.name}.{rank}")
         try:
             if os.path.isfile(self.path) and not is_trace(self.path):
                 raise ver_ppo.UserError(f"trace: {self.path} exists, and is not a trace")

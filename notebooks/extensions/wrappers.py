@@ -10,6 +10,7 @@ Like Gymnasium's own wrappers, they record their arguments. So `gymnasium.make(e
 wrapped environment again.
 """
 
+import copy
 import math
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -24,8 +25,8 @@ from ver_ppo import image_layout
 
 class Latency(gym.Wrapper, RecordConstructorArgs):
     """Make every step sleep, standing in for a GPU or a server. The time is log-normal, with a mean
-    of `mean_ms` milliseconds and a sigma of `spread`. A reset's seed determines the times of its
-    episode. Raises ValueError for negative or infinite arguments."""
+    of `mean_ms` milliseconds and a sigma of `spread`. The seed of a reset determines the times
+    that follow. Raises ValueError for negative or infinite arguments."""
 
     def __init__(self, env, mean_ms=20.0, spread=0.8):
         RecordConstructorArgs.__init__(self, mean_ms=mean_ms, spread=spread)
@@ -77,11 +78,11 @@ class ActionDelay(gym.Wrapper, RecordConstructorArgs):
         return first, info
 
     def step(self, action):
-        answer = self.ahead.result()
-        _, _, terminated, truncated, _ = answer
+        observation, reward, terminated, truncated, info = self.ahead.result()
+        observation = copy.deepcopy(observation)  # the next step may write into the same array
         if not (terminated or truncated):
             self.ahead = self.thread.submit(self.env.step, action)
-        return answer
+        return observation, reward, terminated, truncated, info
 
     def render(self):
         """The picture after all actions so far, including the one that is not answered yet."""
@@ -98,7 +99,7 @@ def layout_of(space):
 
 
 class Resize(gym.ObservationWrapper, RecordConstructorArgs):
-    """Scale every image of an observation (a Box, or a Dict of Boxes) to this height and width.
+    """Scale every image of an observation (also in a Dict or Tuple) to this height and width.
     Each new pixel is the mean of the old pixels that it covers."""
 
     def __init__(self, env, height=84, width=84):
@@ -110,6 +111,8 @@ class Resize(gym.ObservationWrapper, RecordConstructorArgs):
     def resize_space(self, space):
         if isinstance(space, gym.spaces.Dict):
             return gym.spaces.Dict({k: self.resize_space(part) for k, part in space.items()})
+        if isinstance(space, gym.spaces.Tuple):
+            return gym.spaces.Tuple([self.resize_space(part) for part in space])
         if layout_of(space) is None:
             return space
         shape = self.resize(space, space.low).shape
@@ -122,6 +125,8 @@ class Resize(gym.ObservationWrapper, RecordConstructorArgs):
         """A part of an observation, scaled if it is an image of this space."""
         if isinstance(space, gym.spaces.Dict):
             return {key: self.resize(below, part[key]) for key, below in space.items()}
+        if isinstance(space, gym.spaces.Tuple):
+            return tuple(self.resize(below, each) for below, each in zip(space, part))
         layout = layout_of(space)
         if layout is None:
             return part
