@@ -166,7 +166,7 @@ class HabitatBaselines(networks.ResNetPolicy):
             image.normalize = nn.Identity()
             if self.normalized:
                 image.normalize = ver_ppo.Statistics(image.channels)
-        kind = {"groups_first": True, "most_channels": 2048, **self.backbone}
+        kind = {"groups_first": True, "covers": False, "most_channels": 2048, **self.backbone}
         return networks.ResNet(networks.Stack(images), options.hidden_size, **kind)
 
     def make_core(self, in_features, options):

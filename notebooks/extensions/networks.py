@@ -84,7 +84,8 @@ class ResNet(nn.Module):
     `most_channels` channels at most (DD-PPO appendix A), linear layer.
 
     `modern`: patches of 4x4 pixels come first, and down-sampling comes between the stages (VER
-    section 4). `groups_first`: only the first block of a stage has groups, as in habitat-baselines.
+    section 4). As in habitat-baselines: with `groups_first`, only the first block of a stage has
+    groups, and without `covers`, the pooling leaves out the last row and column of an odd image.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class ResNet(nn.Module):
         squeeze=False,
         modern=False,
         groups_first=False,
+        covers=True,
         most_channels=512,
     ):
         super().__init__()
@@ -104,7 +106,7 @@ class ResNet(nn.Module):
             raise UserError(f"a residual encoder needs images of 64 x 64 at least: {source.size}")
         self.source = source
         self.out_features = out_features
-        layers = [nn.AvgPool2d(2, ceil_mode=True)]
+        layers = [nn.AvgPool2d(2, ceil_mode=covers)]
         size = [math.ceil(side / 2) for side in source.size]
         if modern:
             padding, size = cover(size, 4)

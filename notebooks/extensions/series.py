@@ -59,7 +59,7 @@ class Options:
 def evaluate_series(options):
     """Evaluate a folder's checkpoints in order of their steps, and write the results. Returns the
     path of the best checkpoint. Raises UserError."""
-    folder = Path(options.run)
+    folder = Path(options.run).absolute()  # an environment may change the current folder
     path_of = {int(path.stem): path for path in folder.glob("checkpoints/*.pt")}
     last = folder / "checkpoint.pt"
     if not path_of:
