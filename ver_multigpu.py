@@ -38,13 +38,14 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Literal
 
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as in ver_ppo.py, before torch is imported
+import ver_ppo
 
+# isort: split
+# ver_ppo came first, because it sets variables that torch reads when it is imported
 import numpy as np
 import torch
 import torch.distributed as dist
 
-import ver_ppo
 from ver_ppo import EnvironmentFailure, Interrupted, UserError
 
 # ---------------------------------------------------------------------------------------- Options
@@ -52,13 +53,13 @@ from ver_ppo import EnvironmentFailure, Interrupted, UserError
 
 @dataclass(frozen=True)
 class Options(ver_ppo.Options):
-    """Train with VER on each of many GPUs (or CPU processes) and average their gradients (DD-PPO).
-    Start with torchrun. --num-envs and all sizes of a rollout are those of one rank.
-    --total-timesteps counts the steps of all ranks."""
+    """Train with VER on many GPUs (or CPU processes), with averaged gradients (DD-PPO). Start with
+    torchrun. To evaluate a checkpoint, use ver_ppo.py. --num-envs and all sizes of a rollout are
+    those of one rank. --total-timesteps counts the steps of all ranks."""
 
     # when the rollouts of all ranks end. optimal: when that gives the most steps per second,
-    # learning included (VER); threshold: when --sync-frac of the ranks are done and each of the
-    # others has at least a quarter of its steps (DD-PPO); none: when all ranks are done
+    # learning included (VER); threshold: when --sync-frac of the ranks are done; a rank with less
+    # than a quarter of its steps goes on until it has a quarter (DD-PPO); none: when all are done
     preemption: Literal["optimal", "threshold", "none"] = "optimal"
     sync_frac: float = 0.6  # share of the ranks that must be done (only --preemption threshold)
     # give up after waiting this many seconds for another rank; choose more than the longest rollout
@@ -122,8 +123,8 @@ class Ranks:
 
 
 def name_start(store, rank, size, timeout_sec):
-    """A name for this start of all ranks. If torchrun starts the ranks again (--max-restarts), or
-    if a process trains twice, the store still holds the keys of the start before.
+    """Agree on a new name for this start of all ranks. The store may hold keys of an earlier start
+    (torchrun --max-restarts, or a second training in a process).
 
     Each rank r except 0 writes the key `rank r`, with a random id of its own, again and again. Rank
     0 deletes all these keys, which may be old, and waits until they are there again. Then it
@@ -205,9 +206,9 @@ def step_seconds(rollout, quota, known_N):
     ended.
 
     With `ver`, hardly any environment reaches its quota. Its first step may have begun before this
-    rollout: this makes the result too small. Its last step may be in flight at the rollout's end:
-    this makes the result too large. With many steps these two errors nearly cancel. With few steps
-    the result can be too small, so there are two corrections. First, an environment's time is at
+    rollout, so the result is too small. Its last step may still be in flight, so the result is too
+    large. With many steps these errors nearly cancel. With few steps, there are two corrections.
+    First, an environment's time is at
     least the sum of its simulator's own step times. Second, if it gave no step, its seconds per
     step are at least the last known value (`known_N`), and at least the length of this rollout
     (`mean_seconds`).
@@ -257,7 +258,7 @@ SEED_OF_RANK = 4
 class RankRun(ver_ppo.Run):
     """The run of all ranks: rank 0 writes the folder. All ranks add to one counter: of complete
     steps (optimal), or of ranks that are done (threshold). `enough` reads the counter. When it has
-    reached `limit`, all rollouts end, full or not."""
+    reached `limit`, or the time `latest` has passed, each rollout with `min_steps` steps ends."""
 
     def __init__(self, options):
         self.ranks = Ranks(options.rank_timeout)
@@ -265,7 +266,7 @@ class RankRun(ver_ppo.Run):
         self.learned = None  # with preemption: the S steps that were learned from last, in order
         self.step_sec_N = np.zeros(options.num_envs)  # of this rank's environments, last known
         quarter = max(1, options.rollout_steps // 4)
-        # a rollout with fewer steps is not preempted: 0 steps would have no mean advantage
+        # a rollout with fewer steps is not preempted. (0 steps would have no mean advantage.)
         self.min_steps = quarter if options.preemption == "threshold" else 1
         self.limit = NO_LIMIT
         self.predicted_sec = 0.0
@@ -320,7 +321,8 @@ class RankRun(ver_ppo.Run):
         self.preempted = total >= STOP or (due and rows >= self.min_steps)
 
     def collect(self):
-        """This rank's rollout, when all ranks have one. Raises what any rank raised."""
+        """This rank's rollout, when all ranks have one. Raises Interrupted, EnvironmentFailure or
+        OSError if any rank did."""
         self.counted = 0
         self.preempted = False
         self.next_look = 0.0
@@ -332,7 +334,7 @@ class RankRun(ver_ppo.Run):
         try:
             rollout = super().collect()
             self.count(rollout.rows, done=True)
-        except (Interrupted, EnvironmentFailure) as error:
+        except (Interrupted, EnvironmentFailure, OSError) as error:
             failure = error
             self.ranks.store.add(f"rollout {self.version}", STOP)
         self.ranks.agree(failure)
@@ -352,7 +354,7 @@ class RankRun(ver_ppo.Run):
         return self.learned
 
     def update(self, rollout):
-        """As Run.update. Afterwards all ranks have the buffers of rank 0, too."""
+        """As Run.update. Then every rank takes the buffers of rank 0."""
         logs = super().update(rollout)
         self.ranks.broadcast(self.policy.buffers())
         return logs
@@ -428,9 +430,9 @@ def launch(options, run_class=RankRun):
 
 
 def main(argv=None, kind=Options, launch=launch):
-    """Command line, as ver_ppo.main. Of each machine, only the first rank prints, except what
-    its workers, failures and signals print."""
-    local_rank = int(os.environ.get("LOCAL_RANK", "0")) if "RANK" in os.environ else 0
+    """Command line, as ver_ppo.main. On each machine, only the first rank prints. Workers and
+    signal handlers of all ranks print, too."""
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if torch.cuda.is_available():
         # "--device cuda" is this one. With some options of srun, a rank sees only its own GPU
         torch.cuda.set_device(local_rank % torch.cuda.device_count())
@@ -441,4 +443,6 @@ def main(argv=None, kind=Options, launch=launch):
 
 
 if __name__ == "__main__":
+    from ver_multigpu import main  # as in ver_ppo.py
+
     sys.exit(main())

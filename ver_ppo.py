@@ -863,7 +863,7 @@ class Interrupted(Exception):
 
 
 class EnvironmentFailure(Exception):
-    """Workers fail too often or cannot start, or another process has failed; exit status 1."""
+    """Workers, or another process of the run, failed too often or at the start; exit status 1."""
 
 
 class Environment:
@@ -881,8 +881,8 @@ class Environment:
 
     def answer(self):
         """The first call starts the environment; every later call makes a step. Raises whatever the
-        environment raises, and ValueError if it answers with numbers that are not allowed. A line
-        then says where it happened."""
+        environment raises, and ValueError if it answers with numbers that are not allowed. Before
+        that, prints the environment, the episode and the step."""
         try:
             if self.env is None:
                 self.start()
@@ -896,14 +896,16 @@ class Environment:
     def start(self):
         """Make the environment, and answer with its first observation.
 
-        If a step is in flight, the worker's earlier process has failed. The step is lost, whether
-        its action was sent before that or after. (At the very first start there is no step.)
+        If a step is in flight, the worker's earlier process has failed. The step is lost, even if
+        its action was sent after the failure. (At the very first start there is no step.)
         """
         io = self.io
         e = self.number
         io["lost"][e] = True
         io["terminated"][e] = False
         io["truncated"][e] = False
+        io["began_at"][e] = time.perf_counter()
+        io["step_sec"][e] = 0.0
         self.reset()
 
     def reset(self):
@@ -917,8 +919,7 @@ class Environment:
         seed = None
         if starts or self.split == "val":
             # the first number is 0 in training and 1 in validation, so that they share no seed
-            numbers = int(self.split == "val"), self.options.seed, e, io["episode"][e]
-            seed = derive_seed(*numbers)
+            seed = derive_seed(self.split == "val", self.options.seed, e, io["episode"][e])
             seed_generators(seed)
         if starts:
             self.env = make_env(self.options, self.split, e)
@@ -944,8 +945,8 @@ class Environment:
         reward = float(reward)
         booleans = np.array([terminated, truncated]).dtype == bool
         if not (math.isfinite(np.float32(reward)) and booleans):
-            found = f"reward is {reward}, terminated {terminated!r}, truncated {truncated!r}"
-            raise ValueError(f"{found}: must be a finite number, and True or False")
+            found = f"reward {reward}, terminated {terminated!r}, truncated {truncated!r}"
+            raise ValueError(f"{found}: the reward must be finite, the others True or False")
         self.total_reward += reward
         io["reward"][e] = reward
         io["terminated"][e] = terminated
@@ -955,7 +956,7 @@ class Environment:
         if terminated or truncated:
             metrics = {name: float(info[name]) for name in self.spec.metrics}
             if not np.isfinite([*metrics.values()]).all():
-                raise ValueError(f"the metrics are {metrics}")
+                raise ValueError(f"metrics must be finite numbers: {metrics}")
             io["episode_stats"][e] = [self.total_reward, self.length, *metrics.values()]
             self.write(io["final_obs"], observation)
             self.reset()
@@ -971,7 +972,7 @@ class Environment:
             column[key][self.number] = part
 
     def close(self):
-        """Close the environment, if there is one. An error changes nothing."""
+        """Close the environment, if there is one. Ignores errors."""
         with contextlib.suppress(Exception):
             if self.env is not None:
                 self.env.close()
@@ -1040,10 +1041,10 @@ def worker_process(inbox, outbox, environments):
     # in reverse: the OpenGL contexts of later environments may share that of the first
     for environment in reversed(environments.values()):
         environment.close()
-    if not mp.parent_process().is_alive():  # nobody is left for `end_process`
+    if not mp.parent_process().is_alive():  # it is dead, so it cannot call `end_process`
         os.killpg(0, signal.SIGKILL)
     if status:
-        os._exit(status)  # whatever threads the simulators have
+        os._exit(status)  # even if a simulator's threads still run
 
 
 class Workers:
@@ -1179,7 +1180,7 @@ class InlineWorkers:
         return answered
 
     def close(self):
-        for environment in self.environments:
+        for environment in reversed(self.environments):  # as in `worker_process`
             environment.close()
 
 
@@ -1237,8 +1238,8 @@ def end_process(process, timeout_sec):
 
 
 def tell(text):
-    """Print a line above the progress bar. (Of the ranks of a machine, only the first one prints to
-    sys.stderr.)"""
+    """Print a line above the progress bar. (ver_multigpu.py hides sys.stderr of most ranks, so they
+    print to the real one.)"""
     tqdm.write(text, file=sys.__stderr__ if "RANK" in os.environ else sys.stderr)
 
 
@@ -1278,7 +1279,7 @@ class Spec:
     choices: list  # how many choices each dimension of an action has; empty if it is continuous
     action_dims: int  # A, the dimensions of an action
     metrics: list  # names of the scalars in the last info of an episode
-    step_sec: float = 0.0  # seconds that a step takes ...
+    step_sec: float = 0.0  # seconds that a step takes (0: not measured) ...
     cpu_sec: float = 0.0  # ... and how many of them on a CPU
 
     def __str__(self):
@@ -1308,7 +1309,7 @@ class Spec:
 
 def spec_of(env):
     """The Spec of an environment that has been reset. (Habitat knows its metrics only then.) Raises
-    UserError for a space that is not supported."""
+    UserError if the action, or every part of the observation, is not supported."""
     known = spaces.Box, spaces.MultiBinary, spaces.Discrete, spaces.MultiDiscrete
     obs = {}
     for key, space, _ in walk(env.observation_space):
@@ -1374,15 +1375,14 @@ def read_observation(spec, space, observation):
             fits = exact and np.isfinite(parts[key]).all()
         if not fits:
             found = f"observation {key!r} has shape {part.shape}: {part}"
-            raise ValueError(f"{found}; its space is {below}")
+            raise ValueError(f"{found}; it is not finite, or does not fit {below}")
     return parts
 
 
 def to_env_action(space, action_A):
-    """The policy's numbers as the environment wants them. Discrete: index plus the space's start,
-    as a number of numpy.
-    Box: -1..1 is stretched to the range low..high. With one bound alone, -1..1 is moved next to the
-    bound; with none, it stays. Numbers beyond the bounds are clipped.
+    """The policy's numbers as the environment wants them. Discrete: the index plus the space's
+    start, as a numpy number. Box: -1..1 is stretched to low..high. With one bound, -1..1 becomes
+    the range of width 2 at that bound; with none, it stays. Then it is clipped.
 
     >>> to_env_action(spaces.Box(0.0, 4.0, (2,)), np.array([0.5, 7.0], np.float32))
     array([3., 4.], dtype=float32)
@@ -1410,8 +1410,8 @@ def derive_seed(*numbers):
 
 
 def seed_generators(seed):
-    """Seed the global random generators, which environments may use. (A process would get their
-    states from the fork server, so all processes would draw the same numbers.)"""
+    """Seed the global random generators, which environments may use. (Otherwise all workers would
+    have the fork server's generators of numpy and torch.)"""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
@@ -1438,7 +1438,7 @@ def describe_env(options):
     process.start()
     outbox.close()  # so that the pipe ends if that process dies
     try:
-        if not answer.poll(options.env_timeout):
+        if not answer.poll(min(options.env_timeout, 1e6)):  # more would overflow
             limit = f"within {options.env_timeout:.0f} s (--env-timeout)"
             refuse(options, "env_id", f"a reset and a step gave no answer {limit}")
         found = answer.recv()
@@ -1564,11 +1564,11 @@ def image_layout(shape):
 
 
 class Statistics(nn.Module):
-    """Normalizes each of C channels by its mean and deviation in all rollouts so far (DD-PPO
-    section 6).
+    """Normalizes each of C channels by its mean and deviation in a sample of all rollouts so far
+    (DD-PPO section 6).
 
-    Later rollouts weigh less, in proportion to the learning rate. So a policy with a small learning
-    rate can follow the statistics. A frozen encoder stays in evaluation mode, so its statistics do
+    Later rollouts weigh less, in proportion to the learning rate: when the policy can only change
+    slowly, so do the statistics. A frozen encoder stays in evaluation mode, so its statistics do
     not change.
     """
 
@@ -1603,8 +1603,8 @@ class Statistics(nn.Module):
 @torch.no_grad()
 def update_statistics(policy, rollout, weight, average):
     """Update the running statistics with 256 steps of the rollout of every rank. This comes after
-    learning from it, because the policy must see the same in acting and in learning. `weight` is
-    the learning rate as a share of the first one."""
+    learning, so that the policy learns from the same inputs that it acted on. `weight` is the
+    learning rate as a share of the first one."""
     modules = list(policy.modules())
     readers = [each for each in modules if isinstance(getattr(each, "normalize", None), Statistics)]
     if not readers:
@@ -1636,7 +1636,7 @@ class Input(nn.Module):
         if x.dtype == torch.uint8:
             x = x / 255
         if self.layout and self.layout[3]:
-            x = x.reshape(*x.shape[:3], -1).permute(0, 3, 1, 2)
+            x = x.permute(0, 3, 1, 2)
         return x
 
     def forward(self, obs):
@@ -1644,8 +1644,8 @@ class Input(nn.Module):
 
 
 def cover(size, side):
-    """How to cut an image of this height and width into patches of side x side pixels, so that each
-    pixel is in a patch: the zeros to pad it with, and the patches, vertically and horizontally."""
+    """For patches of side x side pixels that cover an image of this size: the zeros to pad it with
+    on each side, and the number of patches, both as (vertical, horizontal)."""
     padding = [math.ceil(-length % side / 2) for length in size]
     return padding, [math.ceil(length / side) for length in size]
 
@@ -1827,7 +1827,7 @@ class Policy(nn.Module):
 
     def make_encoders(self, spec, options):
         """The modules that turn observations into features (an nn.ModuleList): each takes all
-        observations, reads some of them, and has `out_features`. Raises UserError."""
+        observations, reads some of them, and has `out_features`. May raise UserError."""
         return build_encoders(spec, options.hidden_size)
 
     def make_core(self, in_features, options):
@@ -1929,7 +1929,7 @@ class Run:
     folder = None
 
     def __init__(self, options):
-        """Build all that training needs. Raises UserError."""
+        """Build all that training needs. Raises UserError and OSError."""
         self.spec, self.policy = build(options)
         self.device = next(self.policy.parameters()).device  # not `auto` or `cuda`, but `cuda:0`
         self.options = replace(options, device=str(self.device))
@@ -1937,7 +1937,7 @@ class Run:
         self.version = 0  # updates made
         self.recent = deque(maxlen=100)  # episode_stats of the last episodes
         self.signal = None  # the number of a signal that has come
-        self.savable = True  # not in an update: an exception leaves weights in its middle
+        self.savable = True  # False during an update, whose weights are not finished
         self.crowded = 0  # how many of the next updates one thread makes
         self.optimizer = self.make_optimizer()
         # read the first rates now: `restore` overwrites them with decayed ones
@@ -2005,12 +2005,11 @@ class Run:
                 self.bar.write(text)
 
     def start(self):
-        """Start the environments, and from here on, catch signals."""
+        """Start the environments, then catch signals."""
         options = self.options
         signals = self.cleanup.enter_context(contextlib.ExitStack())  # the last that `stop` ends
-        # The seed of an episode is made from its number. A resumed run must not repeat an episode,
-        # so its episode numbers begin at run.step. That counts the steps of all environments
-        # together. One environment has begun far fewer episodes, so no number is used twice
+        # An environment's seed is made from the number of the episode with which it starts. Numbers
+        # go on from run.step in a resumed run, so no seed is used twice
         io = EnvIO(self.spec, options.num_envs, first_episode=self.step)
         size = options.rollout_steps, options.num_envs, self.policy.state_shape, self.device
         self.rollout = Rollout(self.spec, *size)
@@ -2019,7 +2018,8 @@ class Run:
         self.cleanup.callback(self.save)
         what = self.policy, workers, io, self.spec, options, self.enough
         self.collector = self.collector_class(*what)
-        # with --num-workers 0, this starts the environments, which may use these two themselves
+        # with --num-workers 0, this starts the environments. They may set handlers and seeds
+        # themselves, so ours come after that
         self.collector.arrived += workers.receive(0)
         signals.enter_context(caught_signals(self.note_signal))
         torch.manual_seed(derive_seed(SEED_OF_LEARNER, options.seed, self.step))
@@ -2210,17 +2210,15 @@ class Run:
         """Finish the files."""
         if self.folder:
             self.bar.close()
-            with contextlib.suppress(OSError):  # a full disk: said before
+            with contextlib.suppress(OSError):  # a full disk was reported already
                 self.writer.close()
 
 
 @contextlib.contextmanager
 def caught_signals(handler):
-    """While this lasts, Ctrl-C, SIGTERM and so on call the handler. A SIGHUP that is ignored, as
-    under nohup, stays ignored."""
-    caught = set(SIGNALS)
-    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
-        caught.remove(signal.SIGHUP)
+    """While this lasts, Ctrl-C, SIGTERM and so on call the handler. Signals that are ignored, such
+    as SIGHUP under nohup, stay ignored."""
+    caught = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
     handlers = {number: signal.signal(number, handler) for number in caught}
     try:
         yield
@@ -2313,7 +2311,7 @@ CHECKPOINT_FORMAT = 11
 def write_checkpoint(content, path):
     """Replace a file. After a power cut, the old one or the new one is there, whole. Raises
     OSError."""
-    memory = BytesIO()  # torch hides the reason why a file cannot be written
+    memory = BytesIO()  # torch.save to a file does not say why writing fails
     torch.save(content, memory)
     temporary = path.with_suffix(".tmp")
     with open(temporary, "wb") as file:
@@ -2410,8 +2408,8 @@ ALIASES = {
     "transfer": "notebooks.extensions.transfer:Transfer",
 }
 WHERE = (
-    "a file in this folder is found with PYTHONPATH=. before the command, and an environment of a"
-    " package as package:Id-v0"
+    "for a file in the current folder, put PYTHONPATH=. before the command; an environment of a"
+    " package is written as package:Id-v0"
 )
 # one KEY=VALUE in brackets. It ends at a comma outside of quotation marks, if another KEY= follows
 ARGUMENT = r"""\w+ *=(?:'[^']*'|"[^"]*"|[^,'"]|,(?! *\w+ *=))*"""
@@ -2432,13 +2430,13 @@ def read_arguments(items):
     words = {"true": "True", "false": "False", "null": "None"}
     arguments = {}
     for item in items:
-        key, equals, value = item.partition("=")
+        key, equals, value = (part.strip() for part in item.partition("="))
         if not key or not equals:
             raise UserError(f"{item}: must be KEY=VALUE, as in image_size=64")
         try:
-            arguments[key.strip()] = ast.literal_eval(words.get(value, value))
+            arguments[key] = ast.literal_eval(words.get(value, value))
         except (ValueError, SyntaxError):
-            arguments[key.strip()] = value
+            arguments[key] = value
     return arguments
 
 
@@ -2500,8 +2498,12 @@ def extend(run_class, options):
         unknown = [name for name in arguments if name not in takes]
         if unknown:
             raise UserError(f"--extensions {text}: there is no {unknown[0]}, it takes {takes}")
-        # as `class NAME(extension, run_class)` with these attributes
-        run_class = type(run_class.__name__, (extension, run_class), arguments)
+        try:
+            # as `class NAME(extension, run_class)` with these attributes
+            run_class = type(run_class.__name__, (extension, run_class), arguments)
+        except TypeError:
+            reason = "is given twice, or after its subclass"
+            raise UserError(f"--extensions {text}: {reason}") from None
     return run_class
 
 
@@ -2529,8 +2531,7 @@ def choose_device(options):
         one = torch.ones(1, device=name)
         one.item()  # raises for a device without memory
     except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        refuse(options, "device", f"cannot be used ({reason}): try --device cpu")
+        refuse(options, "device", f"cannot be used ({first_line(error)}): try --device cpu")
     return one.device
 
 
@@ -2628,7 +2629,8 @@ def main(argv=None, kind=Options, launch=launch):
             check_options(options)
             if not options.eval_episodes:
                 refuse(options, "eval_episodes", "must be a positive number with --checkpoint")
-            report_evaluation(*reversed(load_policy(options, options.checkpoint)), options)
+            spec, policy = load_policy(options, options.checkpoint)
+            report_evaluation(policy, spec, options)
         else:
             launch(options)
         return 0

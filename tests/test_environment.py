@@ -2,6 +2,7 @@
 
 import heapq
 import math
+import time
 from types import SimpleNamespace
 
 import gymnasium as gym
@@ -421,8 +422,10 @@ def test_lost_steps(capsys, method, steps):
     environment.close()  # an error here changes nothing
 
     other = ver_ppo.Environment(0, environment.options, "train", environment.spec, io)
+    began_at = time.perf_counter()
     other.answer()
     assert row["lost"] and not row["truncated"] and not row["terminated"]
+    assert row["step_sec"] == 0 and began_at <= row["began_at"] <= time.perf_counter()
     assert row["first"] and row["episode"] == episode + 1
     assert row["obs"]["obs"][0] == 0 and row["obs"] != shown  # another seed
     assert (row["episode_stats"] == stats).all()  # the episode that crashed does not count

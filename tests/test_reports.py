@@ -23,9 +23,10 @@ pytestmark = pytest.mark.quick
 
 def test_values_of_other_languages():
     """`false` is not a text, which would count as true."""
-    items = ["a=true", "b=false", "c=null", "d=True", "e=none"]
-    found = ver_ppo.read_arguments(items).values()
-    assert list(found) == [True, False, None, True, "none"]
+    items = ["a=true", "b=false", "c=null", "d=True", "e=none", "f = false ", " g = a.pt"]
+    found = ver_ppo.read_arguments(items)
+    assert list(found.values()) == [True, False, None, True, "none", False, "a.pt"]
+    assert list(found) == list("abcdefg")
 
 
 def test_half_bounded_actions():
@@ -259,7 +260,7 @@ def test_flags_that_are_none(monkeypatch, flags):
     environment, io = make_environment("tests.envs:Count-v0")
     environment.answer()
     monkeypatch.setattr(envs.Count, "advance", lambda *_: (np.zeros(2), 0.0, *flags, {}))
-    with pytest.raises(ValueError, match="must be a finite number, and True or False"):
+    with pytest.raises(ValueError, match="the others True or False"):
         environment.answer()
     flags = np.True_, np.False_
     environment.answer()
@@ -273,7 +274,7 @@ def test_metrics_that_are_no_numbers(monkeypatch, metric):
     environment.answer()
     info = {"index": metric}
     monkeypatch.setattr(envs.Listed, "step", lambda *_: (np.zeros(2), 0.0, True, False, info))
-    with pytest.raises(ValueError, match="the metrics are {'index': "):
+    with pytest.raises(ValueError, match="metrics must be finite numbers: {'index': "):
         environment.answer()
 
 
