@@ -1286,7 +1286,7 @@ class Spec:
         """How the policy reads each part of an observation."""
         parts = []
         for key, (_, shape, large) in self.obs.items():
-            image = "image of {} channels, {} x {}"
+            image = "image {1} x {2}, channels: {0}"
             what = image.format(*image_layout(shape)) if shape[1:] else f"{shape[0]} numbers"
             parts.append(f"{key}: {what}{', normalized' if large else ''}")
         return "; ".join(parts)

@@ -208,7 +208,7 @@ def test_how_an_observation_is_read(tmp_path, capsys):
     """The first lines of a run say it."""
     run_here(tmp_path, "--env-id tests.envs:Everything-v0 --num-workers 0 --total-timesteps 64")
     (line,) = [each for each in capsys.readouterr().out.splitlines() if "observation: " in each]
-    assert "camera/rgb: image of 3 channels, 24 x 20, normalized; " in line
+    assert "camera/rgb: image 24 x 20, channels: 3, normalized; " in line
     assert "room: 4 numbers; " in line and "arm: 6 numbers, normalized; " in line
 
 
