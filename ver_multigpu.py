@@ -208,10 +208,9 @@ def step_seconds(rollout, quota, known_N):
     With `ver`, hardly any environment reaches its quota. Its first step may have begun before this
     rollout, so the result is too small. Its last step may still be in flight, so the result is too
     large. With many steps these errors nearly cancel. With few steps, there are two corrections.
-    First, an environment's time is at
-    least the sum of its simulator's own step times. Second, if it gave no step, its seconds per
-    step are at least the last known value (`known_N`), and at least the length of this rollout
-    (`mean_seconds`).
+    First, an environment's time is at least the sum of its simulator's own step times. Second, if
+    it gave no step, its seconds per step are at least the last known value (`known_N`), and at
+    least the length of this rollout (`mean_seconds`).
     """
     steps = rollout.complete
     given_N = np.bincount(steps["env"], minlength=rollout.num_envs)

@@ -1286,8 +1286,9 @@ class Spec:
         """How the policy reads each part of an observation."""
         parts = []
         for key, (_, shape, large) in self.obs.items():
-            image = "image {1} x {2}, channels: {0}"
-            what = image.format(*image_layout(shape)) if shape[1:] else f"{shape[0]} numbers"
+            layout = image_layout(shape)
+            words = "image {1} x {2}, channels: {0}" if layout else "{0} numbers"
+            what = words.format(*layout or shape)
             parts.append(f"{key}: {what}{', normalized' if large else ''}")
         return "; ".join(parts)
 
@@ -2542,7 +2543,7 @@ def refuse(options, name, message):
 
 POSITIVE = """total_timesteps num_envs num_steps num_minibatches update_epochs clip_coef
     checkpoint_interval learner_threads learning_rate max_grad_norm env_timeout hidden_size"""
-NOT_NEGATIVE = """seed num_workers eval_episodes max_worker_restarts ent_coef vf_coef lstm_layers"""
+NOT_NEGATIVE = "seed num_workers eval_episodes max_worker_restarts ent_coef vf_coef lstm_layers"
 RULES = {  # names of options, what must hold, and how to say it
     POSITIVE: (lambda value: 0 < value < math.inf, "must be a positive number"),
     NOT_NEGATIVE: (lambda value: 0 <= value < 2**63, "must be 0 or more"),

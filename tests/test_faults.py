@@ -25,7 +25,7 @@ import pytest
 import torch
 
 import ver_ppo
-from notebooks.extensions import play
+from notebooks.extensions import play, trace
 from notebooks.extensions.check import check_rollout
 from notebooks.extensions.virtual_clock import SPEC, VirtualWorkers, build
 from tests import envs
@@ -705,6 +705,35 @@ def test_signals(tmp_path, stopped, number, owner, name):
     assert saved(folder)["step"] == 64 * saved(folder)["version"] > 0
     assert not updating or saved(folder)["step"] == 64
     assert [signal.getsignal(each) for each in ver_ppo.SIGNALS] == handlers and nobody_left()
+
+
+@pytest.fixture
+def rude(tmp_path, monkeypatch):
+    """Arguments of a run whose environments share this process, and behave as if it were theirs."""
+    monkeypatch.chdir(tmp_path)
+    before = signal.getsignal(signal.SIGTERM)
+    line = "--env-id tests.envs:Rude-v0 --num-workers 0 --num-envs 2 --num-steps 40"
+    yield small(tmp_path, *line.split())
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_a_handler_of_the_environment(tmp_path, rude, stopped):
+    """With --num-workers 0, the run's own handlers of signals come after the environment's."""
+    stopped(*UPDATE, signal.SIGTERM)
+    assert ver_ppo.main(rude) == 128 + signal.SIGTERM
+    (folder,) = run_folders(tmp_path)
+    assert saved(folder)["step"] == 80
+
+
+def test_what_is_no_exception(tmp_path, rude):
+    """Ends such a run, with a checkpoint. Files that the command line names are where they would
+    be if the environment had not changed the current folder."""
+    more = ["--runs-dir", "runs", "--extensions", "trace(file=trace.json)"]
+    with pytest.raises(envs.Rude.Panic):
+        ver_ppo.main([*rude, *more])
+    (folder,) = run_folders(tmp_path / "runs")
+    assert saved(folder)["step"] == 160
+    assert trace.is_trace(tmp_path / "trace.json") and (tmp_path / "trace.json").stat().st_size
 
 
 def test_a_signal_in_the_last_update(tmp_path, stopped, capsys):

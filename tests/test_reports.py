@@ -1,7 +1,5 @@
 """Small rules, of which each has surprised a user of a trainer like this one."""
 
-import os
-import signal
 import warnings
 from types import SimpleNamespace
 
@@ -12,11 +10,11 @@ import torch
 
 import ver_multigpu
 import ver_ppo
-from notebooks.extensions import networks, play, trace
+from notebooks.extensions import networks, play
 from notebooks.extensions import wrappers as own_wrappers
 from notebooks.extensions.virtual_clock import SPEC
 from tests import envs
-from tests.helpers import make_environment, make_spec, one_line, run_folders, run_here, saved, small
+from tests.helpers import make_environment, make_spec, one_line, run_here, saved
 
 pytestmark = pytest.mark.quick
 
@@ -160,9 +158,9 @@ def test_which_resets_have_a_seed(monkeypatch):
 # --------------------------------------------------------------------------------- Observations
 
 
-def image_input(shape, low=-1, high=1, dtype=np.float32):
+def image_input(shape):
     """A part of an observation that is an image, as an encoder reads it."""
-    space = gym.spaces.Dict(image=gym.spaces.Box(low, high, shape, dtype))
+    space = gym.spaces.Dict(image=gym.spaces.Box(-1, 1, shape))
     return ver_ppo.Input("image", make_spec(space, gym.spaces.Discrete(2)))
 
 
@@ -245,7 +243,7 @@ def test_resize_in_a_tuple():
     assert seen in resized.observation_space and seen[0].shape == (6, 10, 3)
 
 
-def test_a_space_that_cannot_be_pickled(tmp_path, monkeypatch):
+def test_a_space_that_cannot_be_pickled(tmp_path):
     """Is never pickled."""
     line = "--env-id tests.envs:Rich-v0 --num-workers 1 --total-timesteps 64"
     assert saved(run_here(tmp_path, line))["step"] == 64
@@ -326,42 +324,6 @@ def test_delayed_actions_with_one_array():
         seen.append(observation.max())
     env.close()
     assert seen == [0, *range(0, 200, 10)]
-
-
-# ------------------------------------------------------- Environments that share the main process
-
-
-def test_a_handler_of_the_environment(tmp_path, monkeypatch):
-    """With --num-workers 0, the run's own handlers of signals come after the environment's."""
-    monkeypatch.chdir(tmp_path)
-    before = signal.getsignal(signal.SIGTERM)
-    own = ver_ppo.ppo_update
-    stop = lambda *args: os.kill(os.getpid(), signal.SIGTERM) or own(*args)
-    monkeypatch.setattr(ver_ppo, "ppo_update", stop)
-    line = "--env-id tests.envs:Rude-v0 --num-workers 0 --num-envs 2 --num-steps 40"
-    try:
-        assert ver_ppo.main(small(tmp_path, *line.split())) == 128 + signal.SIGTERM
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    (folder,) = run_folders(tmp_path)
-    assert saved(folder)["step"] == 80
-
-
-def test_what_is_no_exception(tmp_path, monkeypatch):
-    """Ends such a run, with a checkpoint. Files that the command line names are where they would
-    be if the environment had not changed the current folder."""
-    monkeypatch.chdir(tmp_path)
-    before = signal.getsignal(signal.SIGTERM)
-    line = "--env-id tests.envs:Rude-v0 --num-workers 0 --num-envs 2 --num-steps 40"
-    more = ["--runs-dir", "runs", "--extensions", "trace(file=trace.json)"]
-    try:
-        with pytest.raises(envs.Rude.Panic):
-            ver_ppo.main(small(tmp_path, *line.split(), *more))
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    (folder,) = run_folders(tmp_path / "runs")
-    assert saved(folder)["step"] == 160
-    assert trace.is_trace(tmp_path / "trace.json") and (tmp_path / "trace.json").stat().st_size
 
 
 # ----------------------------------------------------------------------------------------- Films

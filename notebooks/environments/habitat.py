@@ -24,8 +24,8 @@ import gymnasium as gym
 import numpy as np
 
 POINTNAV = "benchmark/nav/pointnav/pointnav_habitat_test.yaml"
-# distance in m (at most 30 in habitat-lab's data sets), cos and sin of the bearing
-GOAL_SPACE = gym.spaces.Box(-30, 30, (3,), np.float32)
+FARTHEST_M = 30  # the distance to a goal in habitat-lab's data sets is at most this
+GOAL_SPACE = gym.spaces.Box(-FARTHEST_M, FARTHEST_M, (3,), np.float32)  # m, cos, sin of bearing
 POLAR = ("pointgoal_with_gps_compass", "pointgoal")  # observations [distance in m, angle]
 ANGLES = ("compass", "heading")  # observations of one angle
 SCENE_EPISODES = 50  # training episodes in a scene before the next: loading takes seconds
@@ -224,7 +224,8 @@ def show(key, space, polar):
     its values. A goal in `polar` coordinates and an angle become cosines and sines. One whole
     number in a Box (an object's category) becomes a choice."""
     if key in polar:
-        return gym.spaces.Box(-30, 30, (space.shape[0] + 1,), np.float32), floats(polar_goal)
+        shape = (space.shape[0] + 1,)
+        return gym.spaces.Box(-FARTHEST_M, FARTHEST_M, shape, np.float32), floats(polar_goal)
     if key in ANGLES and space.shape == (1,):
         return gym.spaces.Box(-1, 1, (2,), np.float32), floats(cosine_and_sine)
     if space.shape == (1,) and np.issubdtype(space.dtype, np.integer):

@@ -10,7 +10,6 @@ in ver_ppo.py. In addition: P starts, F futures of each start, T steps ahead, N 
 future.
 """
 
-import math
 from pathlib import Path
 
 import torch
@@ -107,7 +106,7 @@ class ResNet(nn.Module):
         self.source = source
         self.out_features = out_features
         layers = [nn.AvgPool2d(2, ceil_mode=covers)]
-        size = [math.ceil(side / 2) for side in source.size]
+        _, size = cover(source.size, 2)
         if modern:
             padding, size = cover(size, 4)
             layers.append(convolution(source.channels, 32, 4, 4, padding=padding))

@@ -110,8 +110,9 @@ def frames(env, policy, greedy, seed, metrics):
         picture = np.asarray(env.render())
         if picture.ndim != 3:
             raise ver_ppo.UserError("this environment renders no pictures")
-        bytes_of = 255 if picture.dtype.kind == "f" else 1  # floats are 0..1
-        yield np.ascontiguousarray(bytes_of * picture, np.uint8)
+        if picture.dtype.kind == "f":  # 0..1
+            picture = 255 * picture
+        yield np.ascontiguousarray(picture, np.uint8)
         observation, _, terminated, truncated, info = env.step(agent.act(observation))
         if terminated or truncated:
             metrics.update({name: float(info[name]) for name in agent.spec.metrics})
@@ -144,27 +145,27 @@ def film(options):
         raise ver_ppo.UserError(f"--episodes {options.episodes}: must be 1 or more")
     if options.film.suffix not in (".gif", ".mp4"):
         raise ver_ppo.UserError(f"--film {options.film}: must end in .gif or .mp4")
-    film = options.film.absolute()  # an environment may change the current folder
-    film.parent.mkdir(parents=True, exist_ok=True)
+    path = options.film.absolute()  # an environment may change the current folder
     policy, run_options = load_policy(options.run, options.trust)
     env_kwargs = (*run_options.env_kwargs, "render_mode=rgb_array", *options.env_kwargs)
     run_options = replace(run_options, env_kwargs=env_kwargs)
     env = ver_ppo.make_env(run_options, "val")
+    path.parent.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
     measured = [{} for _ in range(options.episodes)]
     how = env, policy, options.greedy
     films = [frames(*how, seed, measured[seed]) for seed in range(options.episodes)]
     with contextlib.closing(env):
         if not options.each:
-            write_film(film, itertools.chain.from_iterable(films))
-            return [film]
+            write_film(path, itertools.chain.from_iterable(films))
+            return [path]
         paths = []
         for number, pictures in enumerate(films):
-            path = film.with_stem(f"{film.stem}_{number}")
-            write_film(path, pictures)
+            one = path.with_stem(f"{path.stem}_{number}")
+            write_film(one, pictures)
             numbers = [f"_{name}={value:.2f}" for name, value in measured[number].items()]
-            named = "".join([path.stem, *numbers]).replace("/", "-")
-            paths.append(path.rename(path.with_stem(named)))
+            named = "".join([one.stem, *numbers]).replace("/", "-")
+            paths.append(one.rename(one.with_stem(named)))
         return paths
 
 
