@@ -69,8 +69,9 @@ PLACES = {"first": 6, "middle": 8, "reset": 10}
 
 class Zoo(Count):
     """Environment `number` fails once, as FAULTS[number] says: in the first step of its second
-    episode, in the middle of that episode, or in the reset after it. Environments with larger
-    numbers never fail. A file in --runs-dir is the sign that the environment has failed."""
+    episode, in the middle of that episode, or in the reset after it. They do so one after the
+    other, so that the lines that their workers print do not mix. Environments with larger numbers
+    never fail. A file in --runs-dir is the sign that the environment has failed."""
 
     def __init__(self, options, number, place, render_mode=None):
         super().__init__(limit=5)
@@ -84,6 +85,7 @@ class Zoo(Count):
         fails = self.fault and place == self.place and self.life == PLACES[place]
         fails = fails and not self.failed.exists()
         if fails:
+            time.sleep(0.2 * FAULTS.index(self.fault))
             self.failed.touch()
         return fails
 

@@ -727,7 +727,7 @@ def test_failing_environment_of_one_rank(tmp_path, on_two, env, words, learned):
     """If workers of one rank fail, all ranks end with status 1 and one message, before their
     rollouts are complete. The training so far is saved."""
     line = "--env-id tests.envs:Count-v0 --num-workers 2 --max-worker-restarts 0 --wrappers"
-    args = small(tmp_path, *line.split(), LATENCY.format(5 if learned else 300))
+    args = small(tmp_path, *line.split(), LATENCY.format(25 if learned else 300))
     ranks = on_two(run_main, args, ["--env-id", f"tests.faulty_envs:{env}-v0"])
     assert [rank.status for rank in ranks] == [1, 1], ranks[0].printed
     reason = "more than 0 failures within an hour" if learned else "before its first answer"
