@@ -229,33 +229,24 @@ def train(run):
 class Table:
     """Named columns of numbers: `table["reward"]` is a column, a numpy array of all rows.
 
-    All columns lie in one block of memory, which processes can share. Call `share` before you send
-    the table to another process.
+    All columns lie in one block of memory. For other processes to see it, too, call
+    `memory.share_memory_()` before the first column is used.
     """
 
     def __init__(self, num_rows, columns):
         self.dtype = np.dtype(columns, align=True)
         self.memory = torch.zeros(num_rows * self.dtype.itemsize, dtype=torch.uint8)
-        self.make_view()
 
-    def make_view(self):
-        """Make `records`, the memory as a numpy array with one record for each row."""
-        self.records = self.memory.numpy().view(self.dtype)
-
-    def share(self):
-        """Move the memory to where other processes can see it, before they get the table."""
-        self.memory.share_memory_()
-        self.make_view()
+    @functools.cached_property
+    def records(self):
+        """The memory as a numpy array with one record for each row."""
+        return self.memory.numpy().view(self.dtype)
 
     def __getitem__(self, column):
         return self.records[column]
 
     def __getstate__(self):  # a pickle shares `memory`, but would copy the numbers of `records`
         return {name: value for name, value in vars(self).items() if name != "records"}
-
-    def __setstate__(self, state):
-        vars(self).update(state)
-        self.make_view()
 
 
 class EnvIO(Table):
@@ -276,14 +267,16 @@ class EnvIO(Table):
             ("reward", np.float32),
             ("terminated", bool),
             ("truncated", bool),  # and not terminated
-            ("lost", bool),  # the environment has just started: a step in flight is without outcome
+            # the environment has just started, so a step in flight has no outcome: then the three
+            # columns above still hold those of an earlier step
+            ("lost", bool),
             ("episode", int),  # number of the episode that `obs` belongs to
             ("episode_stats", float, (len(spec.episode_columns),)),  # of the last whole episode
-            ("began_at", float),  # when the simulator started on its last step (perf_counter) ...
-            ("step_sec", float),  # ... and how long it took, a reset included
+            ("began_at", float),  # when work on the answer began (perf_counter) ...
+            ("step_sec", float),  # ... and how long it took: a step, reset included, or a start
         ]
         super().__init__(num_envs, columns)
-        self.share()
+        self.memory.share_memory_()
         self["episode"][:] = first_episode
 
 
@@ -529,7 +522,7 @@ class Collector:
         for column in ("reward", "lost", "episode_stats", "began_at", "step_sec"):
             rollout[column][row_B] = io[column][env_B]
         lost_B = io["lost"][env_B]
-        truncated_B = io["truncated"][env_B]
+        truncated_B = io["truncated"][env_B] & ~lost_B
         rollout["done"][row_B] = io["terminated"][env_B] | truncated_B | lost_B
         rollout["reward"][row_B[lost_B]] = rollout["value"][row_B[lost_B]]
         self.given_N[env_B] += 1
@@ -880,38 +873,33 @@ class Environment:
         self.length = 0
 
     def answer(self):
-        """The first call starts the environment; every later call makes a step. Raises whatever the
-        environment raises, and ValueError if it answers with numbers that are not allowed. Before
-        that, prints the environment, the episode and the step."""
-        try:
-            if self.env is None:
-                self.start()
-            else:
-                self.step()
-        except BaseException:  # also sys.exit
-            place = f"episode {self.io['episode'][self.number]}, step {self.length}"
-            print(f"environment {self.number}, {place}:", file=sys.stderr, flush=True)
-            raise
+        """The first call starts the environment; every later call makes a step. Writes the answer
+        to the row. Raises whatever the environment raises, and ValueError if it answers with
+        numbers that are not allowed. Before that, prints the environment, the episode and the step.
 
-    def start(self):
-        """Make the environment, and answer with its first observation.
-
-        If a step is in flight, the worker's earlier process has failed. The step is lost, even if
-        its action was sent after the failure. (At the very first start there is no step.)
+        If it starts while a step is in flight, the worker's earlier process has failed. That step
+        is lost, even if its action was sent after the failure.
         """
         io = self.io
         e = self.number
-        io["lost"][e] = True
-        io["terminated"][e] = False
-        io["truncated"][e] = False
-        io["began_at"][e] = time.perf_counter()
-        io["step_sec"][e] = 0.0
-        self.reset()
+        began_at = time.perf_counter()
+        io["lost"][e] = self.env is None
+        try:
+            if self.env is None:
+                self.reset()
+            else:
+                self.step()
+        except BaseException:  # also sys.exit
+            place = f"episode {io['episode'][e]}, step {self.length}"
+            print(f"environment {e}, {place}:", file=sys.stderr, flush=True)
+            raise
+        io["began_at"][e] = began_at
+        io["step_sec"][e] = time.perf_counter() - began_at
 
     def reset(self):
-        """Begin the next episode. In training, an environment is seeded when it starts, and goes on
-        from there (Gymnasium's convention). In validation each episode has a seed of its own, so
-        that all policies play the same episodes."""
+        """Begin the next episode; make the environment if there is none. In training, it is seeded
+        when it starts, and goes on from there (Gymnasium's convention). In validation each episode
+        has a seed of its own, so that all policies play the same episodes."""
         io = self.io
         e = self.number
         io["episode"][e] += 1
@@ -920,7 +908,11 @@ class Environment:
         if starts or self.split == "val":
             # the first number is 0 in training and 1 in validation, so that they share no seed
             seed = derive_seed(self.split == "val", self.options.seed, e, io["episode"][e])
-            seed_generators(seed)
+            # environments may use these generators. (In a worker, those of numpy and torch would
+            # otherwise be copies of the fork server's)
+            random.seed(seed)
+            np.random.seed(seed)
+            torch.manual_seed(seed)
         if starts:
             self.env = make_env(self.options, self.split, e)
         observation, _ = self.env.reset(seed=seed)
@@ -938,7 +930,6 @@ class Environment:
         """
         io = self.io
         e = self.number
-        began_at = time.perf_counter()
         action = to_env_action(self.env.action_space, io["action"][e])
         self.length += 1  # before the step: if that raises, the error names the right step
         observation, reward, terminated, truncated, info = self.env.step(action)
@@ -951,7 +942,6 @@ class Environment:
         io["reward"][e] = reward
         io["terminated"][e] = terminated
         io["truncated"][e] = truncated and not terminated
-        io["lost"][e] = False
         io["first"][e] = False
         if terminated or truncated:
             metrics = {name: float(info[name]) for name in self.spec.metrics}
@@ -962,8 +952,6 @@ class Environment:
             self.reset()
         else:
             self.write(io["obs"], observation)
-        io["began_at"][e] = began_at
-        io["step_sec"][e] = time.perf_counter() - began_at
 
     def write(self, column, observation):
         """Copy an observation into this environment's row of `obs` or `final_obs`."""
@@ -1408,14 +1396,6 @@ def derive_seed(*numbers):
     """A seed made of several numbers. It has 31 bits, so that every simulator accepts it, even one
     that stores seeds in a signed C int."""
     return int(np.random.SeedSequence(numbers).generate_state(1)[0] >> 1)
-
-
-def seed_generators(seed):
-    """Seed the global random generators, which environments may use. (Otherwise all workers would
-    have the fork server's generators of numpy and torch.)"""
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
 
 
 def describe_env(options):
@@ -1986,9 +1966,7 @@ class Run:
 
         # microseconds, so that two runs never share a folder
         name = f"{options.env_id}__{options.exp_name}__{options.seed}__{time.time_ns() // 1000}"
-        folder = Path(options.runs_dir, re.sub("[/:]", "-", name))
-        if options.resume:
-            folder = Path(options.resume)
+        folder = Path(options.resume or Path(options.runs_dir, re.sub("[/:]", "-", name)))
         self.folder = folder.absolute()  # an environment in this process may change the current one
         self.folder.mkdir(parents=True, exist_ok=bool(options.resume))
         (self.folder / "options.json").write_text(json.dumps(asdict(options), indent=2) + "\n")
@@ -2027,7 +2005,8 @@ class Run:
 
     def stop(self):
         """Save, end the environments, and say where the time went."""
-        self.cleanup.close()
+        with self.bar:
+            self.cleanup.close()
         shares = 100 * self.spent_sec / (time.perf_counter() - self.began_at)
         names = "waiting for environments", "inference", "learning"
         parts = [f"{name} {share:.0f} %" for name, share in zip(names, shares)]
@@ -2200,7 +2179,6 @@ class Run:
 
     def evaluate(self):
         """Evaluate the policy."""
-        self.bar.close()
         if self.signal:  # it came in the last update
             raise Interrupted(self.signal)
         if self.options.eval_episodes and self.writes:
@@ -2210,7 +2188,6 @@ class Run:
     def close(self):
         """Finish the files."""
         if self.folder:
-            self.bar.close()
             with contextlib.suppress(OSError):  # a full disk was reported already
                 self.writer.close()
 

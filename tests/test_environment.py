@@ -375,8 +375,7 @@ def test_resets(env_id):
     environment, io = make_environment(env_id)
     environment.answer()
     assert io["first"][0] and io["lost"][0]
-    assert not io["truncated"][0] and not io["terminated"][0]
-    assert io["step_sec"][0] == 0
+    assert io["step_sec"][0] > 0
     assert io["episode"][0] == 1
     assert io["obs"]["obs"][0, 0] == 0
     offset = io["obs"]["obs"][0, 1].item()
@@ -424,8 +423,8 @@ def test_lost_steps(capsys, method, steps):
     other = ver_ppo.Environment(0, environment.options, "train", environment.spec, io)
     began_at = time.perf_counter()
     other.answer()
-    assert row["lost"] and not row["truncated"] and not row["terminated"]
-    assert row["step_sec"] == 0 and began_at <= row["began_at"] <= time.perf_counter()
+    assert row["lost"]
+    assert began_at <= row["began_at"] < row["began_at"] + row["step_sec"] <= time.perf_counter()
     assert row["first"] and row["episode"] == episode + 1
     assert row["obs"]["obs"][0] == 0 and row["obs"] != shown  # another seed
     assert (row["episode_stats"] == stats).all()  # the episode that crashed does not count
@@ -441,7 +440,7 @@ def test_rewards_that_are_no_numbers(monkeypatch, reward):
     monkeypatch.setattr(envs.Count, "advance", lambda *_: (np.zeros(2), reward, True, False, {}))
     with pytest.raises((ValueError, TypeError)), np.errstate(over="ignore"):
         environment.answer()
-    assert io["reward"][0] == 0 and io["episode"][0] == 1 and io["lost"][0]
+    assert io["reward"][0] == 0 and io["episode"][0] == 1
 
 
 def test_latency(monkeypatch):

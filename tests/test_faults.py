@@ -511,8 +511,9 @@ def test_the_end_of_a_worker(monkeypatch, capsys):
     commands.close()
     closed = []
     environments = {}
+    io = {name: [0] * 4 for name in ("lost", "began_at", "step_sec")} | {"episode": [7, 8, 9, 10]}
     for e in range(4):
-        environment = ver_ppo.Environment(e, None, "train", None, {"episode": [7, 8, 9, 10]})
+        environment = ver_ppo.Environment(e, None, "train", None, io)
         environment.env = SimpleNamespace(close=lambda e=e: closed.append(e))
         environment.step = (lambda: raising(SystemExit("sold out"))) if e == 1 else (lambda: None)
         environment.length = 5

@@ -115,7 +115,9 @@ class CollectingProcess:
             self.process.join(5)
             reason = f"the collecting process died with exit code {self.process.exitcode}"
             raise EnvironmentFailure(reason) from None
-        vars(rollout).update(vars(rollout_on(answer, rollout.device)))
+        there = rollout_on(answer, rollout.device)
+        vars(rollout).clear()  # also the view of the earlier memory
+        vars(rollout).update(vars(there))
 
     def publish(self, policy, version):
         """Send the weights of this version. (`collect` notices if the process has died.)"""
@@ -148,7 +150,7 @@ def collector_process(pipe, spec, options, step, collector_class):
     size = options.rollout_steps, options.num_envs, policy.state_shape
     rollouts = [ver_ppo.Rollout(spec, *size, torch.device("cpu")) for _ in range(2)]
     for rollout in rollouts:
-        rollout.share()
+        rollout.memory.share_memory_()
     io = ver_ppo.EnvIO(spec, options.num_envs, first_episode=step)
     workers = ver_ppo.make_workers(options, "train", spec, io)
     collector = collector_class(policy, workers, io, spec, options, take_weights)

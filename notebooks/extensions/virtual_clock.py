@@ -76,7 +76,8 @@ class VirtualWorkers:
         io["reward"][e] = reward_of(e, step)
         io["step_sec"][e] = self.duration(e, step)
         io["terminated"][e] = ending == "terminated"
-        io["truncated"][e] = ending == "truncated"
+        # a lost step has no outcome: what its row holds here means nothing
+        io["truncated"][e] = ending in ("truncated", "lost")
         io["lost"][e] = step < 0 or ending == "lost"
         io["first"][e] = step < 0 or ending is not None
         io["final_obs"]["obs"][e] = observation_of(e, step + 1, final=True)
