@@ -40,6 +40,35 @@ RUBBISH = {  # a wrong answer (observation, reward), made of the right one
 FAULTS = [*DEADLY, *RUBBISH]
 
 
+class Fragile(gym.Env):
+    """Episodes of three steps, with a reward of 1 at the end. Environments with an odd number
+    always crash: in the `first` step of an episode, in the `middle` one, or in the `reset` after
+    the last."""
+
+    observation_space = gym.spaces.Box(0, 1, (3,), np.float32)
+    action_space = gym.spaces.Discrete(1)
+
+    def __init__(self, number, crash):
+        self.crashes = crash if number % 2 else "never"
+        self.count = 0
+
+    def crash(self, where):
+        if self.crashes == where:
+            out_of_paint()
+
+    def reset(self, *, seed=None, options=None):
+        if self.count:  # not when it starts
+            self.crash("reset")
+        self.count = 0
+        return np.eye(3, dtype=np.float32)[0], {}
+
+    def step(self, action):
+        self.crash(["first", "middle", "last"][self.count])
+        self.count += 1
+        ended = self.count == 3
+        return np.eye(3, dtype=np.float32)[self.count % 3], float(ended), ended, False, {}
+
+
 def misbehave(fault, observation, reward=0.0):
     """Do what `fault` names. Returns the wrong answer, if there is one."""
     if fault in DEADLY:
@@ -324,6 +353,8 @@ for fault in DEADLY:
     register(f"Doomed-{fault}", Doomed, fault=fault)
 for place in PLACES:
     register(f"Zoo-{place}", Zoo, place=place, options=None, number=0)
+for where in ("never", "first", "middle", "reset"):
+    register(f"Fragile-{where}", Fragile, crash=where, number=0)
 for kind in (Household, Traced):
     register(kind.__name__, kind, options=None, number=0)
 for kind in (Late, Numbered):

@@ -247,6 +247,60 @@ REASONS = {  # what a run says of each fault
     "shape": "ValueError: observation 'obs' has shape (1,)",
     "keys": "ValueError: observation 'obs' has shape ()",
 }
+class Replacing(ver_ppo.InlineWorkers):
+    """As InlineWorkers, but an environment that raises is replaced at once, as by a worker."""
+
+    def receive(self, timeout_sec):
+        answered, self.asked = self.asked, []
+        for e in answered:
+            try:
+                self.environments[e].answer()
+            except RuntimeError:
+                old = self.environments[e]
+                its = old.options, old.split, old.spec, old.io
+                self.environments[e] = ver_ppo.Environment(e, *its)
+                self.environments[e].answer()
+        return answered
+
+
+@pytest.mark.parametrize("crash", ["never", "first", "middle", "reset"])
+def test_lost_steps_teach_nothing(crash):
+    """Two of four environments crash in every episode: in its first step, in its middle, or in the
+    reset after it. The learned values are those without crashes: gamma to the number of steps
+    before the reward."""
+    options = ver_ppo.Options(
+        env_id=f"tests.faulty_envs:Fragile-{crash}-v0",
+        num_envs=4,
+        num_steps=24,
+        num_workers=0,
+        hidden_size=16,
+        gamma=0.8,
+        device="cpu",
+    )
+    space = gym.spaces.Box(0, 1, (3,), np.float32)
+    spec = make_spec(space, gym.spaces.Discrete(1))
+    torch.manual_seed(0)
+    policy = ver_ppo.make_policy(spec, options)
+    optimizer = torch.optim.Adam(policy.parameters(), lr=0.01)
+    io = ver_ppo.EnvIO(spec, 4)
+    environments = [ver_ppo.Environment(e, options, "train", spec, io) for e in range(4)]
+    c = ver_ppo.Collector(policy, Replacing(environments), io, spec, options)
+    rollout = ver_ppo.Rollout(spec, 96, 4, policy.state_shape, torch.device("cpu"))
+    updates = 40
+    lost = 0
+    for update in range(updates):
+        optimizer.param_groups[0]["lr"] = 0.01 * (1 - update / updates)
+        c.collect(rollout)
+        ver_ppo.add_advantages(rollout, options)
+        ver_ppo.ppo_update(policy, optimizer, rollout, options)
+        lost += rollout.complete["lost"].sum()
+    count_S = rollout.obs["obs"].numpy().argmax(axis=1)
+    first_S = rollout["env"] == 0
+    values = [rollout["value"][first_S & (count_S == count)].mean() for count in range(3)]
+    assert (lost > 400) == (crash != "never")
+    np.testing.assert_allclose(values, [0.64, 0.8, 1.0], atol=0.03)
+
+
 LOST_AT = {"first": 0, "middle": 2, "reset": 4}  # steps before the lost one in its episode
 
 
