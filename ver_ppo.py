@@ -65,7 +65,7 @@ notebooks/ or from files of your own.
 
 Papers: VER; DD-PPO (Wijmans et al. 2020); Sample Factory (Petrenko et al. 2020); The 37
 implementation details of PPO (Huang et al. 2022); Time limits in RL (Pardo et al. 2018);
-Implementation matters in deep RL (Engstrom et al. 2020).
+Implementation matters in deep RL (Engstrom et al. 2020); PopArt (van Hasselt et al. 2016).
 """
 
 import ast
@@ -705,25 +705,32 @@ def ppo_update(policy, optimizer, rollout, options, average=lambda tensors: None
 
 @torch.no_grad()
 def update_value_scale(critic, rollout, average):
-    """Move the critic's scale towards the size of this rollout's returns.
+    """Move the critic's scale towards the size of this rollout's returns. All values stay as they
+    are.
 
-    The critic's value is its network's output times the scale. The scale is the running root mean
+    A value is the output of the critic's layer times the scale. The scale is the running root mean
     square of the returns. So rewards of any size are learned equally well, as if they were
     normalized (Engstrom et al. 2020). Stored values and returns stay in the environment's units, so
     they need no conversion when the scale changes. After its first value, one rollout can at most
-    double the scale. (If the scale grows by 10 %, all values that the network computes grow by
-    10 %, too. The optimizer steps that follow bring them back.)
+    double the scale.
+
+    When the scale grows by a factor, the layer is divided by it (PopArt, van Hasselt et al. 2016).
+    Otherwise the values would grow, too, and the returns, which contain values, and again the
+    scale.
     """
     returns_S = rollout.complete["returns"].astype(float)
     newest = torch.tensor([(returns_S**2).mean()], dtype=torch.float64)
     average([newest])
-    square = critic.scale.item() ** 2
-    if square == 0:
-        square = newest.item()
-    else:
-        square = min(square + NEWEST_SHARE * (newest.item() - square), 4 * square)
+    old = critic.scale.item()
+    square = newest.item()
+    if old:
+        square = min(old**2 + NEWEST_SHARE * (square - old**2), 4 * old**2)
     if math.isfinite(square):
         critic.scale.fill_(math.sqrt(square))
+    if old:
+        factor = critic.scale.item() / old
+        critic.weight /= factor
+        critic.bias /= factor
 
 
 def normalize_advantages(rollout, scale, options, average):

@@ -1,5 +1,6 @@
 """Small environments for the tests. Importing registers them: `tests.envs:Cue-v0` and so on."""
 
+import math
 import os
 import random
 import signal
@@ -255,6 +256,26 @@ class Told(Count):
         self.told = options, split, number, limit
 
 
+class Forever(gym.Env):
+    """Always the same, with a reward of 1 in each step, and 8 after `grows_after` steps. It would
+    go on for ever, but is cut every five steps. So every value is reward / (1 - gamma)."""
+
+    observation_space = spaces.Box(0, 1, (1,), np.float32)
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, grows_after=math.inf):
+        self.grows_after = grows_after
+        self.steps = 0
+
+    def reset(self, *, seed=None, options=None):
+        return np.ones(1, np.float32), {}
+
+    def step(self, action):
+        self.steps += 1
+        reward = 1.0 if self.steps <= self.grows_after else 8.0
+        return np.ones(1, np.float32), reward, False, self.steps % 5 == 0, {}
+
+
 class Rewards(gym.Wrapper):
     """Rewards of another size."""
 
@@ -337,6 +358,7 @@ for name, its_spaces in {
     gym.register(f"{name}-v0", f"{__name__}:Unsupported", kwargs=its_spaces)
 own = {"options": None, "split": "train", "number": 0}
 gym.register("Listed-v0", f"{__name__}:Listed", kwargs=own)
+gym.register("Forever-v0", f"{__name__}:Forever")
 gym.register("Scenes-v0", f"{__name__}:Count", kwargs={"limit": 150})
 gym.register(
     "Told-v0", f"{__name__}:Told", kwargs={"options": None, "split": "", "number": 0, "limit": 9}

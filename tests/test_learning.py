@@ -180,7 +180,7 @@ def test_epochs(monkeypatch):
 def test_units_of_returns():
     """The scale is the running root mean square of the returns. The first returns that are not 0
     count whole, and later ones a twentieth. With several processes, the mean of their squares
-    counts. Values are in units of the scale."""
+    counts. Values are in units of the scale, and stay as they are when it moves."""
     workers = VirtualWorkers(2, lambda e, step: 1.0)
     policy, rollout, c = build(workers, 2, 8, num_minibatches=1)
     policy.critic.scale.data.fill_(0.0)
@@ -191,6 +191,7 @@ def test_units_of_returns():
     )
     state = torch.randn(5, *policy.state_shape)
     assert not policy.step(*inputs, state)[1].any()
+    policy.critic.bias.data.fill_(0.5)
     rollout.rows, square = 12, None
     for k in range(6):
         rollout["returns"][:] = (k > 0) * np.random.default_rng(k).normal(1000, 1000, 16)
@@ -200,12 +201,17 @@ def test_units_of_returns():
         def average(tensors):
             tensors[0].add_(other).div_(2)
 
+        value_B = policy.step(*inputs, state)[1].clone()
         ver_ppo.update_value_scale(policy.critic, rollout, average)
         found = policy.critic.scale.item()
+        if k > 1:
+            now_B = policy.step(*inputs, state)[1]
+            torch.testing.assert_close(now_B, value_B, rtol=1e-4, atol=1e-3)
         new = (mine + other) / 2
         square = min(square + 0.05 * (new - square), 4 * square) if square else new
         assert found == pytest.approx(math.sqrt(square), rel=1e-5)
         assert (k == 0) == (found == 0.0)
+    assert value_B.any()
     value_B = policy.step(*inputs, state)[1].clone()
     policy.critic.scale.data /= 8
     assert torch.equal(policy.step(*inputs, state)[1], value_B / 8)
@@ -295,6 +301,25 @@ def test_rewards_of_any_size(tmp_path):
             if factor == 100:
                 torch.testing.assert_close(weight, saved[1][name], rtol=1e-3, atol=1e-4)
     assert not torch.allclose(saved[0]["actor.weight"], saved[1]["actor.weight"], atol=1e-3)
+
+
+@pytest.mark.parametrize("grows_after, expected", [(10**9, 10.0), (300, 80.0)])
+def test_true_values(tmp_path, grows_after, expected):
+    """Every value of `Forever` is known, also after its rewards have grown during the run. (With
+    this seed, values that move with their unit end at 14.6.)"""
+    line = "--env-id tests.envs:Forever-v0 --num-workers 0 --learner-threads 1 --gamma 0.9"
+    line += f" --env-kwargs grows_after={grows_after} --num-envs 32 --num-steps 32 --seed 5"
+    line += f" --hidden-size 32 --total-timesteps 40000 --eval-episodes 0 --runs-dir {tmp_path}"
+    assert ver_ppo.main(line.split()) == 0
+    (folder,) = tmp_path.iterdir()
+    path = folder / "checkpoint.pt"
+    saved = ver_ppo.load_checkpoint(path)
+    _, policy = ver_ppo.load_policy(ver_ppo.Options(**saved["options"]), path)
+    first = torch.ones(1, dtype=torch.bool)
+    no_action = torch.zeros(1, 1, dtype=torch.int64)
+    no_memory = torch.zeros(1, *policy.state_shape)
+    _, value_B, _ = policy.step({"obs": torch.ones(1, 1)}, no_action, first, no_memory)
+    assert value_B.item() == pytest.approx(expected, rel=0.1)
 
 
 def test_bfloat16_is_refused(monkeypatch):

@@ -71,14 +71,6 @@ class Plain(nn.Module):
         return self.source(obs)
 
 
-class Critic(ver_ppo.Critic):
-    """Values in the environment's units. The scale is only the unit of the loss: when it moves, the
-    values of loaded weights stay the same."""
-
-    def forward(self, core_BH):
-        return nn.Linear.forward(self, core_BH).squeeze(-1)
-
-
 class GRU(nn.GRU):
     """A core with one row of state for each layer."""
 
@@ -135,7 +127,6 @@ class HabitatBaselines(networks.ResNetPolicy):
         self.by_state = by_state
         self.tanh = tanh
         super().__init__(spec, options, cpc)
-        self.critic = Critic(options.hidden_size)
         if by_state:
             self.actor = nn.Linear(options.hidden_size, 2 * spec.action_dims)
             self.log_std_A.requires_grad_(False)  # not used
@@ -357,6 +348,7 @@ def take(policy, weights):
         policy.log_std_A.copy_(parameter)
     put(policy.actor, pop("action_distribution."), "actor")
     put(policy.critic, pop("critic."), "critic")
+    policy.critic.scale.fill_(1.0)  # values are in the environment's units
     if left:
         name = min(left)
         raise UserError(f"the environment or the network here has nothing for {name}")

@@ -138,7 +138,7 @@ class Trained:
     def evaluation(self):
         """The results of its evaluation: name -> [mean, standard error]."""
         line = re.search(r"evaluation, \d+ .*", self.said)[0]
-        found = re.findall(r"(\w+) (\S+) ± ([\d.]+)", line)
+        found = re.findall(r"(\w+) (\S+) \+- ([\d.]+)", line)
         return {name: [float(mean), float(error)] for name, mean, error in found}
 
     def rate(self, first=WARM_UP):

@@ -5,6 +5,8 @@
     learn.py minutes [--samplers sync ver]        success over minutes and over steps in a slow,
                                                   uneven simulator (VER figures 4 and 5): samplers
                                                   and seeds, one run at a time; two hours
+    learn.py starts                               seconds until an agent of PointNav finds its goal;
+                                                  five seeds, 20 minutes
     learn.py transfer --checkpoint FILE           how much a trained agent helps on Flee and Explore
                                                   (DD-PPO section 6); 24 runs of two minutes
     learn.py skills --folder F --checkpoint FILE  chained skills, with a base that moves and without
@@ -221,6 +223,35 @@ def minutes(args):
             print(f"{mode}, seed {seed}: {last}", flush=True)
 
 
+# ----------------------------------------------------------------------- The way to a first agent
+
+STARTS = {
+    "the default": "",
+    "shorter rollouts": "--num-steps 64 --num-minibatches 4 --learning-rate 3e-3",
+}
+STARTS_SEC = 110
+SUCCESSES = 0.5, 0.8, 0.9
+
+
+def starts(args):
+    """Train for less than two minutes, with each of STARTS. Keep the seconds from the first rollout
+    until the success of the last 100 training episodes reaches each of SUCCESSES."""
+    found = {how: [] for how in STARTS}
+    for seed in args.seeds:
+        for how, more in STARTS.items():
+            line = f"--env-id pointnav --eval-episodes 0 --seed {seed} {more}"
+            trained = harness.train(line, seconds=STARTS_SEC)
+            curve = trained.over_time(["metrics/success"])
+            success = np.array(curve["metrics/success"])
+            passed = {"seed": seed}
+            for least in SUCCESSES:
+                above = np.flatnonzero(success >= least)
+                passed[str(least)] = curve["seconds"][above[0]] if len(above) else None
+            found[how].append(passed)
+            print(f"{how}: {passed}", flush=True)
+    harness.keep(args, "starts", options=STARTS, found=found)
+
+
 # --------------------------------------------------------------------------------------- Transfer
 
 TRANSFER_TASKS = {"Flee": "m from the start", "Explore": "m² seen"}
@@ -414,6 +445,7 @@ BENCHMARKS = {
     "tasks": lambda args: learn_tasks(args, TASKS),
     "published": lambda args: learn_tasks(args, PUBLISHED),
     "minutes": minutes,
+    "starts": starts,
     "transfer": transfer,
     "skills": skills,
     "populations": populations,
@@ -424,7 +456,7 @@ if __name__ == "__main__":
     parser = harness.command_line(__doc__)
     parser.add_argument("what", choices=BENCHMARKS)
     parser.add_argument("names", nargs="*", help="tasks, published: of these alone")
-    parser.add_argument("--seeds", type=int, nargs="+", help="1 2 3; minutes: 1 to 5")
+    parser.add_argument("--seeds", type=int, nargs="+", help="1 2 3; minutes, starts: 1 to 5")
     three = ["sync", "nover", "ver"]
     parser.add_argument("--samplers", nargs="+", choices=harness.SAMPLERS, default=three)
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
@@ -441,5 +473,6 @@ if __name__ == "__main__":
         if not args.checkpoint:
             parser.error("give --checkpoint")
         args.checkpoint = args.checkpoint.resolve()
-    args.seeds = args.seeds or ([1, 2, 3, 4, 5] if args.what == "minutes" else [1, 2, 3])
+    five = args.what in ("minutes", "starts")
+    args.seeds = args.seeds or ([1, 2, 3, 4, 5] if five else [1, 2, 3])
     BENCHMARKS[args.what](args)
