@@ -725,12 +725,13 @@ def update_value_scale(critic, rollout, average):
     square = newest.item()
     if old:
         square = min(old**2 + NEWEST_SHARE * (square - old**2), 4 * old**2)
-    if math.isfinite(square):
-        critic.scale.fill_(math.sqrt(square))
+    new = math.sqrt(square)
+    if not math.isfinite(new):
+        return
+    critic.scale.fill_(new)
     if old:
-        factor = critic.scale.item() / old
-        critic.weight /= factor
-        critic.bias /= factor
+        critic.weight *= old / new
+        critic.bias *= old / new
 
 
 def normalize_advantages(rollout, scale, options, average):

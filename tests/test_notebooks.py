@@ -480,7 +480,7 @@ OTHERS = {  # more answers, by notebook and exercise, and what the check must sa
     ("04_returns_and_ppo", "1"): {"my_advantages = ver_ppo.compute_advantages": "right"},
     ("04_returns_and_ppo", "2"): {  # with a pocket calculator; on paper; without γ; without λ
         "answer = [round(final_value * share, 3) for share in (0.876, 0.931, 0.99)]": "right",
-        "answer = 0.188, 0.2, 0.213": "right",
+        "answer = 0.174, 0.185, 0.196": "right",
         "answer = [final_value * share for share in (0.884, 0.940, 1)]": "not yet",
         "answer = [final_value * share for share in (0.970, 0.980, 0.99)]": "not yet",
     },
