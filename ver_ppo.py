@@ -267,8 +267,8 @@ class EnvIO(Table):
             ("reward", np.float32),
             ("terminated", bool),
             ("truncated", bool),  # and not terminated
-            # the environment has just started, so a step in flight has no outcome: then the three
-            # columns above still hold those of an earlier step
+            # the environment has just started: a step in flight, if any, has no outcome, and the
+            # three columns above are not valid
             ("lost", bool),
             ("episode", int),  # number of the episode that `obs` belongs to
             ("episode_stats", float, (len(spec.episode_columns),)),  # of the last whole episode
@@ -705,18 +705,18 @@ def ppo_update(policy, optimizer, rollout, options, average=lambda tensors: None
 
 @torch.no_grad()
 def update_value_scale(critic, rollout, average):
-    """Move the critic's scale towards the size of this rollout's returns. All values stay as they
-    are.
+    """Move the critic's scale towards the size of this rollout's returns. From its first value on,
+    all values stay as they are.
 
     A value is the output of the critic's layer times the scale. The scale is the running root mean
     square of the returns. So rewards of any size are learned equally well, as if they were
     normalized (Engstrom et al. 2020). Stored values and returns stay in the environment's units, so
-    they need no conversion when the scale changes. After its first value, one rollout can at most
-    double the scale.
+    they need no conversion when the scale changes. Once the scale is above 0, one rollout can at
+    most double it.
 
     When the scale grows by a factor, the layer is divided by it (PopArt, van Hasselt et al. 2016).
-    Otherwise the values would grow, too, and the returns, which contain values, and again the
-    scale.
+    Otherwise the values would grow with the scale. Returns contain values, so they would grow, too,
+    and so would the scale.
     """
     returns_S = rollout.complete["returns"].astype(float)
     newest = torch.tensor([(returns_S**2).mean()], dtype=torch.float64)
@@ -883,9 +883,10 @@ class Environment:
     def answer(self):
         """The first call starts the environment; every later call makes a step. Writes the answer
         to the row. Raises whatever the environment raises, and ValueError if it answers with
-        numbers that are not allowed. Before that, prints the environment, the episode and the step.
+        numbers that are not allowed. If it raises, it first prints the environment, the episode and
+        the step.
 
-        If it starts while a step is in flight, the worker's earlier process has failed. That step
+        A start with a step in flight means that the worker's earlier process has failed. That step
         is lost, even if its action was sent after the failure.
         """
         io = self.io
@@ -906,8 +907,9 @@ class Environment:
 
     def reset(self):
         """Begin the next episode; make the environment if there is none. In training, it is seeded
-        when it starts, and goes on from there (Gymnasium's convention). In validation each episode
-        has a seed of its own, so that all policies play the same episodes."""
+        only when it starts, and later resets continue its random numbers (Gymnasium's convention).
+        In validation each episode has a seed of its own, so that all policies play the same
+        episodes."""
         io = self.io
         e = self.number
         io["episode"][e] += 1

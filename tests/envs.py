@@ -257,8 +257,8 @@ class Told(Count):
 
 
 class Forever(gym.Env):
-    """Always the same, with a reward of 1 in each step, and 8 after `grows_after` steps. It would
-    go on for ever, but is cut every five steps. So every value is reward / (1 - gamma)."""
+    """The observation never changes. The reward is 1, and 8 after `grows_after` steps. It would
+    never end, but is cut every five steps. So in the end, every value is reward / (1 - gamma)."""
 
     observation_space = spaces.Box(0, 1, (1,), np.float32)
     action_space = spaces.Discrete(2)

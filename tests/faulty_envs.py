@@ -41,9 +41,9 @@ FAULTS = [*DEADLY, *RUBBISH]
 
 
 class Fragile(gym.Env):
-    """Episodes of three steps, with a reward of 1 at the end. Environments with an odd number
-    always crash: in the `first` step of an episode, in the `middle` one, or in the `reset` after
-    the last."""
+    """Episodes of three steps, with a reward of 1 at the end. Environments with an odd number crash
+    in every episode. `crash` says where: in its `first` step, in the `middle` one, in the `reset`
+    after it, or `never`."""
 
     observation_space = gym.spaces.Box(0, 1, (3,), np.float32)
     action_space = gym.spaces.Discrete(1)

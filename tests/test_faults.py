@@ -248,7 +248,7 @@ REASONS = {  # what a run says of each fault
     "keys": "ValueError: observation 'obs' has shape ()",
 }
 class Replacing(ver_ppo.InlineWorkers):
-    """As InlineWorkers, but an environment that raises is replaced at once, as by a worker."""
+    """As InlineWorkers, but an environment that raises is replaced at once."""
 
     def receive(self, timeout_sec):
         answered, self.asked = self.asked, []
@@ -265,9 +265,10 @@ class Replacing(ver_ppo.InlineWorkers):
 
 @pytest.mark.parametrize("crash", ["never", "first", "middle", "reset"])
 def test_lost_steps_teach_nothing(crash):
-    """Two of four environments crash in every episode: in its first step, in its middle, or in the
-    reset after it. The learned values are those without crashes: gamma to the number of steps
-    before the reward."""
+    """Two of four environments crash in every episode: in its first step, in its middle, in the
+    reset after it, or never. The learned values are the same: 1 for the last step of an episode,
+    gamma and gamma ** 2 for the steps before. (They are read in an environment that never
+    crashes.)"""
     options = ver_ppo.Options(
         env_id=f"tests.faulty_envs:Fragile-{crash}-v0",
         num_envs=4,
@@ -295,8 +296,8 @@ def test_lost_steps_teach_nothing(crash):
         ver_ppo.ppo_update(policy, optimizer, rollout, options)
         lost += rollout.complete["lost"].sum()
     count_S = rollout.obs["obs"].numpy().argmax(axis=1)
-    first_S = rollout["env"] == 0
-    values = [rollout["value"][first_S & (count_S == count)].mean() for count in range(3)]
+    whole_S = rollout["env"] == 0
+    values = [rollout["value"][whole_S & (count_S == count)].mean() for count in range(3)]
     assert (lost > 400) == (crash != "never")
     np.testing.assert_allclose(values, [0.64, 0.8, 1.0], atol=0.03)
 
