@@ -229,13 +229,14 @@ def train(run):
 class Table:
     """Named columns of numbers: `table["reward"]` is a column, a numpy array of all rows.
 
-    All columns lie in one block of memory. For other processes to see it, too, call
-    `memory.share_memory_()` before the first column is used.
+    All columns lie in one block of shared memory: a process to which a table is sent sees the same
+    numbers.
     """
 
     def __init__(self, num_rows, columns):
         self.dtype = np.dtype(columns, align=True)
-        self.memory = torch.zeros(num_rows * self.dtype.itemsize, dtype=torch.uint8)
+        size = num_rows * self.dtype.itemsize
+        self.memory = torch.zeros(size, dtype=torch.uint8).share_memory_()
 
     @functools.cached_property
     def records(self):
@@ -245,7 +246,7 @@ class Table:
     def __getitem__(self, column):
         return self.records[column]
 
-    def __getstate__(self):  # a pickle shares `memory`, but would copy the numbers of `records`
+    def __getstate__(self):  # `memory` stays shared, but the numbers of `records` would be copied
         return {name: value for name, value in vars(self).items() if name != "records"}
 
 
@@ -276,7 +277,6 @@ class EnvIO(Table):
             ("step_sec", float),  # ... and how long it took: a step, reset included, or a start
         ]
         super().__init__(num_envs, columns)
-        self.memory.share_memory_()
         self["episode"][:] = first_episode
 
 
@@ -725,9 +725,7 @@ def update_value_scale(critic, rollout, average):
     square = newest.item()
     if old:
         square = min(old**2 + NEWEST_SHARE * (square - old**2), 4 * old**2)
-    new = math.sqrt(square)
-    if not math.isfinite(new):
-        return
+    new = math.sqrt(square) if math.isfinite(square) else old
     critic.scale.fill_(new)
     if old:
         critic.weight *= old / new

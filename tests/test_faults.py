@@ -248,7 +248,7 @@ REASONS = {  # what a run says of each fault
     "keys": "ValueError: observation 'obs' has shape ()",
 }
 class Replacing(ver_ppo.InlineWorkers):
-    """As InlineWorkers, but an environment that raises is replaced at once."""
+    """As InlineWorkers, but an environment that raises starts again at once."""
 
     def receive(self, timeout_sec):
         answered, self.asked = self.asked, []
@@ -256,9 +256,7 @@ class Replacing(ver_ppo.InlineWorkers):
             try:
                 self.environments[e].answer()
             except RuntimeError:
-                old = self.environments[e]
-                its = old.options, old.split, old.spec, old.io
-                self.environments[e] = ver_ppo.Environment(e, *its)
+                self.environments[e].env = None  # so that it starts again
                 self.environments[e].answer()
         return answered
 

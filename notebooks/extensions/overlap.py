@@ -149,8 +149,6 @@ def collector_process(pipe, spec, options, step, collector_class):
     policy = ver_ppo.make_policy(spec, options)
     size = options.rollout_steps, options.num_envs, policy.state_shape
     rollouts = [ver_ppo.Rollout(spec, *size, torch.device("cpu")) for _ in range(2)]
-    for rollout in rollouts:
-        rollout.memory.share_memory_()
     io = ver_ppo.EnvIO(spec, options.num_envs, first_episode=step)
     workers = ver_ppo.make_workers(options, "train", spec, io)
     collector = collector_class(policy, workers, io, spec, options, take_weights)
