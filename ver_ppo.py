@@ -2384,6 +2384,7 @@ ALIASES = {
     "overlap": "notebooks.extensions.overlap:Overlap",
     "async": "notebooks.extensions.overlap:Async",
     "keep": "notebooks.extensions.series:Keep",
+    "evaluate": "notebooks.extensions.series:Evaluate",
     "trace": "notebooks.extensions.trace:Trace",
     "check": "notebooks.extensions.check:Check",
     "from_habitat": "notebooks.extensions.from_habitat:HabitatBaselines",

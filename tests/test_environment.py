@@ -459,6 +459,25 @@ def test_latency(monkeypatch):
         assert np.log(slept).std() == pytest.approx(sigma, abs=0.02)
 
 
+def test_latency_between_environments(monkeypatch):
+    """Each environment has a mean of its own, which its number determines and every episode keeps.
+    The means have the mean and the spread that were asked for."""
+    slept = []
+    monkeypatch.setattr(ver_ppo.time, "sleep", slept.append)
+    wrappers = ("latency(mean_ms=20, spread=0, between=0.6)",)
+    means = []
+    for number in [0, *range(2000)]:
+        environment, _ = make_environment("tests.envs:Count-v0", number, wrappers=wrappers)
+        slept.clear()
+        for _ in range(15):  # the start, and two episodes of 7 steps
+            environment.answer()
+        assert len(slept) == 14 and len(set(slept)) == 1
+        means.append(slept[0])
+    assert means[0] == means[1] and len(set(means)) == 2000
+    assert np.mean(means) == pytest.approx(0.02, rel=0.05)
+    assert np.log(means).std() == pytest.approx(0.6, abs=0.04)
+
+
 def test_latency_has_its_own_seed(monkeypatch):
     """Every environment and every episode sleeps other times, but the same ones for the same seed.
     The environment's own random numbers do not change."""
@@ -477,7 +496,9 @@ def test_latency_has_its_own_seed(monkeypatch):
     np.testing.assert_array_equal(plain.reset(seed=7)[0], slow.reset(seed=7)[0])
 
 
-@pytest.mark.parametrize("words", ["mean_ms=-1", "spread=-0.1", "mean_ms='long'", "sleep=3"])
+@pytest.mark.parametrize(
+    "words", ["mean_ms=-1", "spread=-0.1", "between=-1", "mean_ms='long'", "sleep=3"]
+)
 def test_bad_latency(tmp_path, capsys, words):
     """Refused in one line."""
     line = f"--env-id tests.envs:Count-v0 --num-workers 0 --wrappers latency({words})"

@@ -46,14 +46,14 @@ def read_events(path):
 
 
 def test_first_commands():
-    """Two commands show what VER is about: they differ in the sampler alone. Then one that trains,
-    one that does so in two processes, and one that sets up and tests."""
-    install, sync, ver, *others = COMMANDS[:6]
+    """One command trains. Two show what VER is about: they differ in the sampler alone. Then one
+    that trains in two processes, and one that sets up and tests."""
+    install, one, sync, ver, two, test = COMMANDS[:6]
     assert install == "pip install -r requirements.txt"
+    assert one == "python ver_ppo.py --env-id pointnav"
     assert sync.replace("--sampler sync", "--sampler ver") == ver != sync
-    one = "python ver_ppo.py --env-id pointnav"
-    two = "torchrun --nproc-per-node 2 ver_multigpu.py --env-id pointnav"
-    assert others == [one, two, f"{install} && python -m pytest tests -n 3"]
+    assert two == "torchrun --nproc-per-node 2 ver_multigpu.py --env-id pointnav"
+    assert test == f"{install} && python -m pytest tests -n 3"
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -1,9 +1,15 @@
-"""Checkpoints that are kept, and their evaluation as a series."""
+"""Evaluations during training, and of the checkpoints that were kept."""
 
 import csv
+import os
+import signal
+import time
 
+import pytest
+
+import ver_ppo
 from notebooks.extensions import series
-from tests.helpers import one_line, run_here, saved
+from tests.helpers import logged, one_line, run_folders, run_here, same, saved, small
 from ver_ppo import load_checkpoint
 
 LINE = "--env-id CartPole-v1 --num-workers 0 --total-timesteps 320 --checkpoint-interval 128"
@@ -59,3 +65,38 @@ def test_refusals(tmp_path, capsys):
     one_line(capsys, args, "--metric spl: must be one of return, length", series.main)
     args = [str(folder), "--eval-episodes", "all"]
     one_line(capsys, args, "CartPole-v1 does not say how many", series.main)
+
+
+def test_evaluations_during_training(tmp_path):
+    """Training passes three multiples of 100 steps, and evaluates after the update that passed
+    each. (The last update is followed by the usual evaluation.) What it learns is the same."""
+    plain = run_here(tmp_path / "plain", LINE)
+    line = f"{LINE} --eval-episodes 3 --extensions evaluate(every=100)"
+    folder = run_here(tmp_path / "evaluated", line)
+    assert list(logged(folder, "eval/return")) == [128, 256, 320]
+    assert logged(folder, "eval/length")[128] >= 8  # of CartPole, at least
+    one, two = saved(plain), saved(folder)
+    assert all(same(one[name], two[name]) for name in ("policy", "optimizer", "recent"))
+
+
+def test_a_signal_during_an_evaluation(tmp_path, monkeypatch):
+    """It ends the evaluation, and then training, with a checkpoint of all that was learned."""
+
+    def play_episodes(*_):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(30)
+        raise AssertionError("nobody stopped it")
+
+    monkeypatch.setattr(ver_ppo, "play_episodes", play_episodes)
+    line = f"{LINE} --eval-episodes 3 --extensions evaluate(every=100)"
+    assert ver_ppo.main(small(tmp_path, *line.split())) == 128 + signal.SIGTERM
+    (folder,) = run_folders(tmp_path)
+    assert saved(folder)["step"] == 128
+
+
+@pytest.mark.parametrize("words", ["evaluate(every=0)", "evaluate --eval-episodes 0"])
+def test_no_evaluation(tmp_path, capsys, words):
+    """Refused in one line, before training."""
+    args = small(tmp_path, *f"{LINE} --eval-episodes 2 --extensions {words}".split())
+    one_line(capsys, args, "must be positive")
+    assert run_folders(tmp_path) == []

@@ -1,9 +1,14 @@
-"""Keep every checkpoint of a run, and evaluate all of them. (DD-PPO and VER choose the checkpoint
-that is best in validation.)
+"""Evaluate a policy more than once: during its training, or every checkpoint of a finished run.
+(DD-PPO and VER choose the checkpoint that is best in validation.)
 
+    python ver_ppo.py --env-id pointnav --extensions "evaluate(every=200000)"
     python ver_ppo.py --env-id pointnav --extensions keep --checkpoint-interval 200000
     python -m notebooks.extensions.series RUN_FOLDER --eval-episodes 100
     python -m notebooks.extensions.series RUN_FOLDER --eval-episodes all
+
+The first line also evaluates when training passes a multiple of 200,000 steps: `--eval-episodes`
+episodes, the same each time. Training waits, and is otherwise as without it. TensorBoard shows the
+means as eval/... The other lines keep the checkpoints and evaluate them later.
 
 The folder RUN_FOLDER/evaluation then has series.csv, the means of each checkpoint, and a file
 STEP.csv for each, with the numbers of every episode. `all` plays each episode of a validation split
@@ -12,9 +17,11 @@ Habitat does. Then line i of STEP.csv is its i-th episode. A run without kept ch
 its last.
 """
 
+import contextlib
 import csv
 import shutil
 import sys
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -40,6 +47,35 @@ class Keep(ver_ppo.Run):
         shutil.copyfile(self.folder / "checkpoint.pt", temporary)
         temporary.replace(kept)
         return True
+
+
+class Evaluate(ver_ppo.Run):
+    """Evaluate also when training passes a multiple of this number of steps."""
+
+    every: int = 200_000
+
+    def __init__(self, options):
+        """As Run.__init__."""
+        if self.every < 1 or not options.eval_episodes:
+            needed = "`every` and --eval-episodes must be positive"
+            raise ver_ppo.UserError(f"--extensions evaluate(every={self.every}): {needed}")
+        super().__init__(options)
+
+    def log(self, rollout, logs):
+        """As Run.log."""
+        before = self.step
+        super().log(rollout, logs)
+        at_end = self.step >= self.options.total_timesteps  # where `train` evaluates
+        if self.step // self.every == before // self.every or at_end:
+            return
+        with ver_ppo.caught_signals(self.interrupt), contextlib.suppress(ver_ppo.Interrupted):
+            ver_ppo.Run.evaluate(self)  # that of RankRun ends the process group
+        self.lap_at = time.perf_counter()  # this was no part of the next cycle
+
+    def interrupt(self, number, frame):
+        """End an evaluation because of a signal. It then ends training, in `collect`."""
+        self.note_signal(number, frame)
+        raise ver_ppo.Interrupted(number)
 
 
 @dataclass(frozen=True)

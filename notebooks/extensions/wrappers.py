@@ -24,27 +24,38 @@ from ver_ppo import image_layout
 
 
 class Latency(gym.Wrapper, RecordConstructorArgs):
-    """Make every step sleep, standing in for a GPU or a server. The time is log-normal, with a mean
-    of `mean_ms` milliseconds and a sigma of `spread`. The seed of a reset determines the times
-    that follow. Raises ValueError for negative or infinite arguments."""
+    """Make every step sleep, standing in for a GPU or a server. The time is log-normal, `mean_ms`
+    milliseconds on average. Steps of one environment differ by a sigma of `spread`, and the means
+    of the environments by a sigma of `between`. The seed of a reset determines the times that
+    follow. The seed of the first one, which contains the environment's number, determines its mean.
+    Raises ValueError for negative or infinite arguments."""
 
-    def __init__(self, env, mean_ms=20.0, spread=0.8):
-        RecordConstructorArgs.__init__(self, mean_ms=mean_ms, spread=spread)
+    def __init__(self, env, mean_ms=20.0, spread=0.8, between=0.0):
+        arguments = {"mean_ms": mean_ms, "spread": spread, "between": between}
+        RecordConstructorArgs.__init__(self, **arguments)
         gym.Wrapper.__init__(self, env)
-        for name, value in (("mean_ms", mean_ms), ("spread", spread)):
+        for name, value in arguments.items():
             if not isinstance(value, (int, float)) or not 0 <= value < math.inf:
                 raise ValueError(f"{name}={value}: must be a number, 0 or more")
-        self.mean_sec = mean_ms / 1000
-        self.sigma = spread
+        self.mean_sec = mean_ms / 1000  # of all environments ...
+        self.own_sec = None  # ... and of this one
+        self.spread = spread
+        self.between = between
         self.rng = np.random.default_rng()
+
+    def draw(self, sigma):
+        """Draw a log-normal factor of mean 1."""
+        return self.rng.lognormal(-(sigma**2) / 2, sigma)
 
     def reset(self, *, seed=None, options=None):
         if seed is not None:
             self.rng = np.random.default_rng([seed, 1])  # differs from the environment's
+        if self.own_sec is None:
+            self.own_sec = self.mean_sec * self.draw(self.between)
         return self.env.reset(seed=seed, options=options)
 
     def step(self, action):
-        time.sleep(self.mean_sec * self.rng.lognormal(-(self.sigma**2) / 2, self.sigma))
+        time.sleep(self.own_sec * self.draw(self.spread))
         return self.env.step(action)
 
 

@@ -6,9 +6,9 @@ import functools
 import time
 
 import gymnasium as gym
-import numpy as np
 
 from notebooks.environments import pointnav
+from notebooks.extensions.wrappers import Latency
 
 
 class PointNavSteady(pointnav.PointNav):
@@ -36,29 +36,22 @@ class Busy(gym.Wrapper):
         return self.env.step(action)
 
 
-class Uneven(gym.Wrapper):
-    """The environment of `make`, with steps that sleep as unevenly as the papers' simulators. A
-    step sleeps `mean_ms`, multiplied by three log-normal factors of mean 1. One factor is drawn for
-    the environment, one at every reset, and one at every step. The seed and the environment's
-    number determine them."""
+class Uneven(Latency):
+    """The environment of `make`, with steps that sleep as unevenly as the papers' simulators: as in
+    Latency, and the steps of one episode may all take longer, by a factor with a sigma of
+    `episodes`."""
 
-    def __init__(self, make, mean_ms, spread, options, number):
-        super().__init__(make())
-        self.rng = np.random.default_rng([options.seed if options else 1, number, 1])
-        self.step_spread, own_spread, self.episode_spread = spread
-        self.mean_sec = mean_ms / 1000 * self.draw(own_spread)
-        self.episode_sec = self.mean_sec
-
-    def draw(self, sigma):
-        """Draw a log-normal factor of mean 1."""
-        return self.rng.lognormal(-sigma * sigma / 2, sigma)
+    def __init__(self, make, mean_ms, spread, between, episodes):
+        super().__init__(make(), mean_ms, spread, between)
+        self.episodes = episodes
 
     def reset(self, **arguments):
-        self.episode_sec = self.mean_sec * self.draw(self.episode_spread)
-        return self.env.reset(**arguments)
+        first = super().reset(**arguments)
+        self.episode_sec = self.own_sec * self.draw(self.episodes)
+        return first
 
     def step(self, action):
-        time.sleep(self.episode_sec * self.draw(self.step_spread))
+        time.sleep(self.episode_sec * self.draw(self.spread))
         return self.env.step(action)
 
 
@@ -76,6 +69,6 @@ SIMULATORS = {
     "Scenes": (SCENES, 100.0, (0.4, 0.0, 0.5)),
 }
 gym.register("PointNavSteady-v0", PointNavSteady)
-for name, (make, mean_ms, spread) in SIMULATORS.items():
-    settings = {"make": make, "mean_ms": mean_ms, "spread": spread, "options": None, "number": 0}
-    gym.register(f"{name}-v0", Uneven, kwargs=settings)
+for name, (make, mean_ms, (spread, between, episodes)) in SIMULATORS.items():
+    sigmas = {"spread": spread, "between": between, "episodes": episodes}
+    gym.register(f"{name}-v0", Uneven, kwargs={"make": make, "mean_ms": mean_ms, **sigmas})

@@ -5,6 +5,8 @@ idle machine.
     speed.py feed-forward                 with the LSTM and without (table A2); 15 minutes
     speed.py latency --checkpoint FILE    the share of the rate that 16 sleeping simulators allow; a
                                           minute
+    speed.py uneven                       collecting for uneven simulators: `nover` and `ver` beside
+                                          `sync`, computed and, in three cells, run; 20 minutes
     speed.py parts                        where the time of a step goes on four simulators, with the
                                           default options, and the share of its bound that a run
                                           reaches; ten minutes
@@ -26,6 +28,10 @@ b  navigation: less uneven, 10 ms
 c  the built-in PointNav without sleeping, so the CPU does everything
 d  CartPole-v1, with --num-workers 0, which suits cheap environments, and with workers
 
+`uneven` has the default 32 environments and T. Their steps sleep as the wrapper `latency` says, and
+cost nothing else. The computed rates are those of the shipped collectors under a virtual clock. The
+sleeps are the same in both: a seed has its own draw of the environments' means.
+
 The bound of a workload is 1 / (c + l), and with overlap 1 / max(c, l). c is the seconds per step
 for collecting and l for learning, the fastest of the round. In a and b, c is the mean time of a
 simulator's step in `ver`, including sleep, / 16. In c and d, it is environment / environments that
@@ -39,6 +45,7 @@ to four steps, and a reset takes as long as four steps.
 """
 
 import functools
+import itertools
 import os
 import re
 import shlex
@@ -47,6 +54,7 @@ import tempfile
 import time
 from datetime import datetime
 
+import gymnasium as gym
 import harness
 import numpy as np
 import torch
@@ -54,6 +62,8 @@ from harness import SAMPLERS, ver_ppo
 
 from notebooks.environments import pointnav
 from notebooks.environments.habitat import QUIET, override_lines
+from notebooks.extensions import virtual_clock
+from notebooks.extensions.wrappers import Latency
 
 CORES = ver_ppo.count_cores()
 NUM_ENVS = 16
@@ -265,6 +275,70 @@ def latency(args):
     harness.keep(args, "latency", found={"share_of_bound": shares[1:]})  # one warms up
 
 
+# --------------------------------------------------------------------------- Uneven environments
+
+BETWEEN = 0.0, 0.3, 0.6, 1.0  # spreads (sigma) of the environments' means
+SPREADS = 0.0, 0.4, 0.8  # and of the steps of one environment
+CELLS = list(itertools.product(BETWEEN, SPREADS))
+RUN = (0.0, 0.8), (0.3, 0.4), (0.6, 0.8)  # of them: between, spread
+PAPER = 0.1, 0.6  # with 16 environments, ratios as in table 1 of the VER paper
+UNEVEN_ENVS = 32
+MEAN_MS = 50
+ORDERS = "sync", "nover", "ver"
+
+
+def sleeps(seed, num_envs, between, spread):
+    """The seconds that the first 6,000 steps of each environment sleep in a run of this seed."""
+    sec_NK = np.empty((num_envs, 6000))
+    for e in range(num_envs):
+        env = Latency(gym.Env(), MEAN_MS, spread, between)
+        env.reset(seed=ver_ppo.derive_seed(False, seed, e, 0))
+        sec_NK[e] = [env.own_sec * env.draw(spread) for _ in sec_NK[e]]
+    return sec_NK
+
+
+def compute_rates(seed, num_envs, between, spread):
+    """Steps per second of every sampler's collecting, from the second to the fourth rollout."""
+    sec_NK = sleeps(seed, num_envs, between, spread)
+    found = {}
+    for sampler in ORDERS:
+        size = num_envs, 128, 4
+        steps, _, _, phases = virtual_clock.run(sampler, lambda e, k: sec_NK[e, k], *size)
+        (first_sec, _), *_, (last_sec, _) = phases
+        found[sampler] = steps * 3 / 4 / (last_sec - first_sec)
+    return found
+
+
+def run_rate(sampler, seed, between, spread):
+    """Steps per second of real collecting, from the second to the fourth rollout."""
+    sleep = f"latency(mean_ms={MEAN_MS}, spread={spread}, between={between})"
+    flags = f"--env-id CartPole-v1 --sampler {sampler} --seed {seed} --wrappers '{sleep}'"
+    flags += f" --num-workers {UNEVEN_ENVS} --device cpu"
+    with harness.collecting(flags) as run:
+        rollouts = []
+        for _ in range(4):
+            rollout = run.collect()
+            rollouts.append((rollout.rows, rollout.ended_at - rollout.started_at))
+    steps, seconds = np.sum(rollouts[1:], axis=0)
+    return steps / seconds
+
+
+def uneven(args):
+    """Rates of every cell, computed for five seeds, and of a few cells run for two."""
+    cells = []
+    for cell in CELLS:
+        computed = [compute_rates(seed, UNEVEN_ENVS, *cell) for seed in range(1, 6)]
+        cells.append({"cell": cell, "computed": computed, "run": []})
+        print(cells[-1], flush=True)
+    paper = [compute_rates(seed, 16, *PAPER) for seed in range(1, 6)]
+    for found in cells:
+        for seed in (1, 2) if found["cell"] in RUN else ():
+            calls = {mode: (run_rate, mode, seed, *found["cell"]) for mode in ORDERS}
+            found["run"].append({mode: harness.apart(*call) for mode, call in calls.items()})
+            print(found["cell"], found["run"], flush=True)
+    harness.keep(args, "uneven", cells=cells, paper={"cell": PAPER, "computed": paper})
+
+
 # ----------------------------------------------------------------------------- Workers, versions
 
 SLEEP = "--wrappers 'latency(mean_ms=20, spread=0)'"
@@ -377,6 +451,7 @@ BENCHMARKS = {
     "samplers": samplers,
     "feed-forward": feed_forward,
     "latency": latency,
+    "uneven": uneven,
     "parts": parts,
     "workers": workers,
     "habitat": habitat,

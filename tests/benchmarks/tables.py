@@ -139,6 +139,15 @@ def minutes_table(kept):
     return table(["", "seeds", *columns], rows)
 
 
+def starts_table(kept):
+    """Seconds to each success."""
+    rows = []
+    for how, runs in kept["found"].items():
+        cells = [mean_and_range([run[str(least)] for run in runs], 0) for least in learn.SUCCESSES]
+        rows.append([how, str(len(runs)), *cells])
+    return table(["", "seeds", *(f"to success {least}" for least in learn.SUCCESSES)], rows)
+
+
 def transfer_table(kept):
     """Mean and range of the evaluations of all seeds."""
     rows = []
@@ -365,6 +374,7 @@ def with_footer(make, *names):
 
 OF_FILES = {  # name: what makes the table, of which files
     "minutes": (minutes_table, "minutes"),
+    "starts": (starts_table, "starts"),
     "transfer": (transfer_table, "transfer"),
     "chain": (chain_table, "rearrange"),
     "far": (far_table, "rearrange"),
