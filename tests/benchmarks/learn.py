@@ -192,7 +192,7 @@ def play_episodes(folder):
     """Validation episodes of the finished policy: geodesic distance from start to goal, success and
     SPL of each."""
     draw.setup()  # one thread: the policy sees one observation at a time
-    policy, options = play.load_policy(folder)
+    policy, options = play.load_policy(folder, trust=True)
     env = ver_ppo.make_env(options, "val")
     episodes = {"geodesic": [], "success": [], "spl": []}
     for episode in range(EPISODES):

@@ -298,14 +298,23 @@ def sleeps(seed, num_envs, between, spread):
 
 
 def compute_rates(seed, num_envs, between, spread):
-    """Steps per second of every sampler's collecting, from the second to the fourth rollout."""
+    """Steps per second of every sampler's collecting, from the second to the fourth rollout, and
+    "weighted", those of `ver` times their mean importance weight."""
     sec_NK = sleeps(seed, num_envs, between, spread)
     found = {}
+    weights = []
+
+    def learn(rollout):
+        weights.append(ver_ppo.importance_weights(rollout["env"], num_envs).mean())
+
     for sampler in ORDERS:
+        weights.clear()
         size = num_envs, 128, 4
-        steps, _, _, phases = virtual_clock.run(sampler, lambda e, k: sec_NK[e, k], *size)
+        arguments = sampler, lambda e, k: sec_NK[e, k], *size
+        steps, _, _, phases = virtual_clock.run(*arguments, learn=learn)
         (first_sec, _), *_, (last_sec, _) = phases
         found[sampler] = steps * 3 / 4 / (last_sec - first_sec)
+    found["weighted"] = found["ver"] * np.mean(weights[1:])
     return found
 
 

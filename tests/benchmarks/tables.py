@@ -234,6 +234,24 @@ def samplers_table(kept):
     return table(["", *in_code(SAMPLERS)], rows)
 
 
+def uneven_table(kept):
+    """How many times as fast as `sync` the others are: computed, mean and range of the seeds; and
+    run."""
+    rows = []
+    for found in kept["cells"]:
+        row = [f"{spread:g}" for spread in found["cell"]]
+        for name in ("nover", "ver", "weighted"):
+            ratios = [rates[name] / rates["sync"] for rates in found["computed"]]
+            row.append(mean_and_range(ratios, 1))
+        for name in ("nover", "ver"):
+            pairs = zip(found["computed"], found["run"])
+            both = [(own[name] / own["sync"], run[name] / run["sync"]) for own, run in pairs]
+            row.append("; ".join(f"{ran:.2f} ({computed:.2f})" for computed, ran in both))
+        rows.append(row)
+    head = ["`between`", "`spread`", "`nover`", "`ver`", "`ver`, weighted"]
+    return table([*head, "`nover`, run (computed)", "`ver`, run (computed)"], rows)
+
+
 def feed_forward_table(kept):
     """Steps per second with the LSTM and without, in the same rounds."""
     (measured,) = kept["found"]["workloads"].values()
@@ -391,8 +409,9 @@ OF_FILES = {  # name: what makes the table, of which files
     "peers-sleeps": (peers_table, "peers-sleeps"),
     "habitat": (habitat_table, "habitat"),
 }
-if (draw.RESULTS / "gpu.json").exists():
-    OF_FILES["gpu"] = (gpu_table, "gpu")
+for name, make in {"gpu": gpu_table, "uneven": uneven_table}.items():
+    if (draw.RESULTS / f"{name}.json").exists():  # not measured everywhere
+        OF_FILES[name] = (make, name)
 LEARNED = {"learned": tasks_table, "commands": commands, "published": published_table}
 
 
