@@ -2383,6 +2383,7 @@ ALIASES = {
     "controller": "notebooks.extensions.controller:NeuralController",
     "overlap": "notebooks.extensions.overlap:Overlap",
     "async": "notebooks.extensions.overlap:Async",
+    "inference": "notebooks.extensions.inference:Inference",
     "keep": "notebooks.extensions.series:Keep",
     "evaluate": "notebooks.extensions.series:Evaluate",
     "trace": "notebooks.extensions.trace:Trace",

@@ -21,10 +21,12 @@ from notebooks.extensions import (
     chain,
     check,
     controller,
+    inference,
     networks,
     overlap,
     play,
     population,
+    series,
     timeline,
     trace,
     transfer,
@@ -41,8 +43,8 @@ DETAILS = (ROOT / "notebooks" / "DETAILS.md").read_text()
 # "`name`", path and line of each link to a function, a class or a test
 LINKS = re.findall(r"\[`([\w.]+)`\]\(([\w/.]+\.py)#L(\d+)\)", DETAILS)
 ENVIRONMENTS = [habitat, pointnav, rearrange, tasks]
-EXTENSIONS = [chain, check, controller, networks, overlap, play, population, trace]
-EXTENSIONS += [transfer, timeline, virtual_clock, virtual_ranks, wrappers]
+EXTENSIONS = [chain, check, controller, inference, networks, overlap, play, population, series]
+EXTENSIONS += [trace, transfer, timeline, virtual_clock, virtual_ranks, wrappers]
 BESIDE = [draw, *ENVIRONMENTS, *EXTENSIONS]  # the scripts
 MODULES = pytest.mark.parametrize(
     "module", [ver_ppo, ver_multigpu, *BESIDE], ids=lambda module: module.__name__

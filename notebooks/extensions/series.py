@@ -6,14 +6,15 @@
     python -m notebooks.extensions.series RUN_FOLDER --eval-episodes 100
     python -m notebooks.extensions.series RUN_FOLDER --eval-episodes all
 
-The first line also evaluates when training passes a multiple of 200,000 steps: `--eval-episodes`
-episodes, the same each time. Training waits, and is otherwise as without it. TensorBoard shows the
-means as eval/... The other lines keep the checkpoints and evaluate them later.
+The first line also evaluates during training, after each update that passes a multiple of 200,000
+steps: `--eval-episodes` episodes, the same each time. Training waits meanwhile, and torch's random
+numbers stay as they are. TensorBoard shows the means as eval/... The other lines keep the
+checkpoints, and evaluate them later.
 
 The folder RUN_FOLDER/evaluation then has series.csv, the means of each checkpoint, and a file
 STEP.csv for each, with the numbers of every episode. `all` plays each episode of a validation split
-once. The environment must have a limited number of them, and say how many (`num_episodes`), as
-Habitat does. Then line i of STEP.csv is its i-th episode. A run without kept checkpoints has one,
+once. The environment must say how many there are (`num_episodes`), as Habitat does. Then row i of
+STEP.csv, after the header, is the split's episode i. A run without kept checkpoints has one,
 its last.
 """
 
@@ -50,7 +51,7 @@ class Keep(ver_ppo.Run):
 
 
 class Evaluate(ver_ppo.Run):
-    """Evaluate also when training passes a multiple of this number of steps."""
+    """Evaluate during training, too: after each update that passes a multiple of `every` steps."""
 
     every: int = 200_000
 

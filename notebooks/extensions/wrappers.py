@@ -25,10 +25,11 @@ from ver_ppo import image_layout
 
 class Latency(gym.Wrapper, RecordConstructorArgs):
     """Make every step sleep, standing in for a GPU or a server. The time is log-normal, `mean_ms`
-    milliseconds on average. Steps of one environment differ by a sigma of `spread`, and the means
-    of the environments by a sigma of `between`. The seed of a reset determines the times that
-    follow. The seed of the first one, which contains the environment's number, determines its mean.
-    Raises ValueError for negative or infinite arguments."""
+    milliseconds on average over all environments. `spread` is the sigma of one environment's steps,
+    and `between` that of the environments' means. The seed of the first reset determines this
+    environment's mean. (ver_ppo.py makes that seed from the environment's number.) The seed of each
+    reset determines the factors of the steps that follow. Raises ValueError for negative or
+    infinite arguments."""
 
     def __init__(self, env, mean_ms=20.0, spread=0.8, between=0.0):
         arguments = {"mean_ms": mean_ms, "spread": spread, "between": between}

@@ -32,6 +32,7 @@ VARIANTS = {
     "default": "",
     "`--extensions overlap`": "--extensions overlap",
     "`--extensions async`": "--extensions async",
+    '`--extensions "inference(workers=2)"`': "--extensions 'inference(workers=2)'",
     "`--policy resnet18`": "--policy resnet18",
     '`--policy "resnet18(bf16=True)"`': "--policy 'resnet18(bf16=True)'",
     '`--policy "resnet18(cpc=True)"`': "--policy 'resnet18(cpc=True)'",

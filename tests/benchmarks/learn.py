@@ -250,7 +250,7 @@ def minutes(args):
 
 STARTS = {
     "the default": "",
-    "shorter rollouts": "--num-steps 64 --num-minibatches 4 --learning-rate 3e-3",
+    "faster start": "--num-steps 64 --num-minibatches 4 --learning-rate 3e-3",
 }
 SUCCESSES = 0.5, 0.8, 0.9
 

@@ -10,6 +10,8 @@ idle machine.
     speed.py parts                        where the time of a step goes on four simulators, with the
                                           default options, and the share of its bound that a run
                                           reaches; ten minutes
+    speed.py inference                    with processes that choose actions, on the simulators of
+                                          `parts`; ten minutes
     speed.py workers                      the choice of --num-workers auto, beside other numbers;
                                           five minutes
     speed.py habitat --data FOLDER        beside habitat-baselines' own VER trainer, on one scene;
@@ -28,9 +30,10 @@ b  navigation: less uneven, 10 ms
 c  the built-in PointNav without sleeping, so the CPU does everything
 d  CartPole-v1, with --num-workers 0, which suits cheap environments, and with workers
 
-`uneven` has the default 32 environments and T. Their steps sleep as the wrapper `latency` says, and
-cost nothing else. The computed rates are those of the shipped collectors under a virtual clock. The
-sleeps are the same in both: a seed has its own draw of the environments' means.
+`uneven` measures collecting alone, from the second to the fourth rollout of 32 environments. They
+sleep 50 ms a step on average, as the wrapper `latency` says. For five seeds and each pair of
+spreads, the rates are computed: the shipped collector runs under a virtual clock, where only sleeps
+take time. For two seeds and three pairs, CartPole also runs with the same sleeps.
 
 The bound of a workload is 1 / (c + l), and with overlap 1 / max(c, l). c is the seconds per step
 for collecting and l for learning, the fastest of the round. In a and b, c is the mean time of a
@@ -211,6 +214,8 @@ KINDS_OF_PARTS = {  # wrappers of PointNav; worker processes; simulators that ru
     "2 ms of a CPU more": (["simulators:Busy(cpu_ms=2)"], 0, CORES),
     "20 ms of sleep more": ([SLEEPS], 32, 32),
 }
+OF_PARTS = "--env-id simulators:PointNavSteady-v0 --device cpu --eval-episodes 0"
+OF_PARTS += " --learning-rate 1e-6"
 
 
 def parts(args):
@@ -219,8 +224,7 @@ def parts(args):
     alone."""
     found = {}
     for kind, (wrapper, workers, at_once) in KINDS_OF_PARTS.items():
-        flags = "--env-id simulators:PointNavSteady-v0 --device cpu --eval-episodes 0"
-        flags += f" --learning-rate 1e-6 --wrappers {shlex.join(wrapper)}"
+        flags = f"{OF_PARTS} --wrappers {shlex.join(wrapper)}"
         options = ver_ppo.parse_options(shlex.split(flags))
         steps = (harness.WARM_UP + args.rollouts) * options.rollout_steps
         alone = harness.apart, measure_alone, flags, options.num_envs // 2, workers
@@ -255,6 +259,22 @@ def measure_loop(arguments):
     for name in ("waiting", "inference", "learning"):
         found[f"loop_{name}_ms"] = trained.mean(f"time/{name}_share") * cycle_ms
     return found
+
+
+def inference(args):
+    """Measure trainings on the simulators of `parts`, with processes that choose actions (as many
+    as the name says) and without."""
+    found = {}
+    steps = (harness.WARM_UP + args.rollouts) * 32 * 128  # of the default rollout
+    for kind, (wrapper, _, _) in KINDS_OF_PARTS.items():
+        flags = f"{OF_PARTS} --wrappers {shlex.join(wrapper)} --total-timesteps {steps}"
+        variants = {"0": functools.partial(measure_loop, flags)}
+        for count in (1, 2):
+            how = f"{flags} --extensions 'inference(workers={count})'"
+            variants[str(count)] = functools.partial(measure_loop, how)
+        print(kind, flush=True)
+        found[kind] = harness.by_turns(variants, args.rounds)
+        harness.keep(args, "inference", found=found)
 
 
 def latency(args):
@@ -333,7 +353,7 @@ def run_rate(sampler, seed, between, spread):
 
 
 def uneven(args):
-    """Rates of every cell, computed for five seeds, and of a few cells run for two."""
+    """Compute the rates for every pair of spreads, and run three pairs."""
     cells = []
     for cell in CELLS:
         computed = [compute_rates(seed, UNEVEN_ENVS, *cell) for seed in range(1, 6)]
@@ -462,6 +482,7 @@ BENCHMARKS = {
     "latency": latency,
     "uneven": uneven,
     "parts": parts,
+    "inference": inference,
     "workers": workers,
     "habitat": habitat,
     "versions": versions,

@@ -1,0 +1,118 @@
+"""Several processes that choose actions."""
+
+import os
+import signal
+import time
+
+import numpy as np
+import pytest
+import torch
+
+import ver_ppo
+from notebooks.extensions.check import check_rollout
+from notebooks.extensions.overlap import reevaluate
+from tests.helpers import logged, nobody_left, one_line, run_folders, run_here, small
+from tests.test_samplers import collecting
+
+
+class Slow(ver_ppo.Policy):
+    """So slow that environments wait for a free process."""
+
+    def step(self, *inputs):
+        time.sleep(0.003)
+        return super().step(*inputs)
+
+
+UNEVEN = "latency(mean_ms=1, spread=1, between=0.5)"
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("sampler", ["ver", "nover", "sync"])
+def test_every_value_is_right(count, sampler):
+    """Each rollout has exactly S steps and keeps every invariant. Each environment's memory is
+    found by the process that serves it: one pass over whole sequences, here, gives the values and
+    log-probabilities that were stored. The weights change between rollouts, as in learning, and the
+    processes see that. Every other time they stay: then an environment's bootstrap value is the
+    value of its next step, which begins the next rollout."""
+    sizes = {"num_envs": 5, "num_steps": 16, "sampler": sampler, "wrappers": (UNEVEN,)}
+    doors = {"extensions": (f"inference(workers={count})",), "policy": "tests.test_inference:Slow"}
+    with collecting(**sizes, **doors) as run:
+        served = 0
+        bootstrap = None
+        for version in range(5, 13):
+            run.version = version
+            rollout = run.collect()
+            assert rollout.rows == 5 * 16
+            c = run.collector
+            nobody_is_lost = {*c.idle.tolist(), *np.flatnonzero(c.in_flight_N).tolist()}
+            assert nobody_is_lost == set(range(5))
+            check_rollout(rollout, version)
+            if sampler != "ver":
+                assert (np.bincount(rollout["env"]) == 16).all()
+            value_S, keep_S = reevaluate(run.policy, rollout, run.options)
+            # sequences whose memory comes from these weights: later ones of an environment
+            sequences = ver_ppo.find_sequences(rollout["segment"], rollout["first"])
+            new = [rows for rows in sequences if (rollout["version"][rows] == version).all()]
+            new = np.concatenate([rows for rows in new if rollout["first"][rows[0]]])
+            np.testing.assert_allclose(value_S[new], rollout["value"][new], atol=1e-5)
+            np.testing.assert_allclose(keep_S[new], 1, atol=1e-5)
+            served += len(new)
+            if bootstrap is not None:
+                env, row = np.unique(rollout["env"], return_index=True)
+                np.testing.assert_allclose(rollout["value"][row], bootstrap[env], atol=1e-5)
+            bootstrap = rollout.bootstrap.copy() if version % 2 else None
+            with torch.no_grad():
+                for weight in run.policy.parameters():
+                    weight *= 1 if version % 2 else 0.97
+        assert served > 200
+
+
+def test_one_is_as_none(tmp_path):
+    """With one inference process, a run learns from the same kind of steps as without: episodes of
+    the same lengths, batches and carried steps in the same numbers."""
+    line = f"--env-id CartPole-v1 --num-workers 2 --total-timesteps 2000 --wrappers {UNEVEN}"
+    line = line.replace(", ", ",")
+    found = {}
+    for name, more in {"none": "", "one": "--extensions inference(workers=1) check"}.items():
+        folder = run_here(tmp_path / name, f"{line} {more}")
+        tags = "charts/episodic_length", "ver/carried_share", "ver/importance_weight"
+        found[name] = [np.mean(list(logged(folder, tag).values())) for tag in tags]
+    np.testing.assert_allclose(found["one"], found["none"], rtol=0.25, atol=0.03)
+
+
+def test_with_overlap(tmp_path):
+    """The collecting process of `overlap` can have inference processes, too."""
+    line = "--env-id CartPole-v1 --num-workers 2 --total-timesteps 1000"
+    folder = run_here(tmp_path, f"{line} --extensions inference(workers=2) overlap check")
+    assert list(logged(folder, "losses/approx_kl"))[-1] >= 1000
+    nobody_left()
+
+
+def test_a_process_dies(tmp_path, capfd):
+    """The run ends with one line, a checkpoint and no process."""
+    line = "--env-id CartPole-v1 --num-workers 1"
+    line += " --extensions inference(workers=2) tests.test_inference:Kill"
+    assert ver_ppo.main(small(tmp_path, *line.split())) == 1
+    assert "an inference process died with exit code -9" in capfd.readouterr().err
+    (folder,) = run_folders(tmp_path)
+    assert (folder / "checkpoint.pt").exists()
+    nobody_left()
+
+
+class Kill(ver_ppo.Run):
+    """Kills an inference process after two updates."""
+
+    def collect(self):
+        if self.version == 2:
+            process = next(iter(self.collector.processes.values()))
+            os.kill(process.pid, signal.SIGKILL)
+        return super().collect()
+
+
+def test_refusals(tmp_path, capsys):
+    """Refused in one line, before training."""
+    args = small(tmp_path, "--env-id", "CartPole-v1", "--extensions")
+    one_line(capsys, [*args, "inference(workers=0)"], "must be 1 or more")
+    one_line(capsys, [*args, "inference", "--num-workers", "0"], "leave out --num-workers 0")
+    one_line(capsys, [*args, "async", "inference"], "does not go with Trajectories")
+    assert run_folders(tmp_path) == []
