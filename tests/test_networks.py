@@ -499,7 +499,7 @@ def test_delayed_environments_are_made_again():
     clipped = env.env
     assert isinstance(clipped, gym.wrappers.ClipReward)
     assert isinstance(clipped.env, wrappers.Latency)
-    assert (clipped.env.mean_sec, clipped.env.sigma) == (0.0005, 0.0)
+    assert (clipped.env.mean_sec, clipped.env.spread) == (0.0005, 0.0)
     env.reset(seed=0)
     answers = [env.step(1) for _ in range(5)]
     assert [answer[1] for answer in answers] == [0.0] + [0.05] * 4
