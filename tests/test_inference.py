@@ -4,6 +4,7 @@ import os
 import signal
 import time
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch
 import ver_ppo
 from notebooks.extensions.check import check_rollout
 from notebooks.extensions.overlap import reevaluate
+from tests import envs
 from tests.helpers import logged, nobody_left, one_line, run_folders, run_here, small
 from tests.test_samplers import collecting
 
@@ -32,8 +34,8 @@ def test_every_value_is_right(count, sampler):
     """Each rollout has exactly S steps and keeps every invariant. Each environment's memory is
     found by the process that serves it: one pass over whole sequences, here, gives the values and
     log-probabilities that were stored. The weights change between rollouts, as in learning, and the
-    processes see that. Every other time they stay: then an environment's bootstrap value is the
-    value of its next step, which begins the next rollout."""
+    processes see that. After every second rollout they stay. Then each bootstrap value must be the
+    value of that environment's next step."""
     sizes = {"num_envs": 5, "num_steps": 16, "sampler": sampler, "wrappers": (UNEVEN,)}
     doors = {"extensions": (f"inference(workers={count})",), "policy": "tests.test_inference:Slow"}
     with collecting(**sizes, **doors) as run:
@@ -80,14 +82,6 @@ def test_one_is_as_none(tmp_path):
     np.testing.assert_allclose(found["one"], found["none"], rtol=0.25, atol=0.03)
 
 
-def test_with_overlap(tmp_path):
-    """The collecting process of `overlap` can have inference processes, too."""
-    line = "--env-id CartPole-v1 --num-workers 2 --total-timesteps 1000"
-    folder = run_here(tmp_path, f"{line} --extensions inference(workers=2) overlap check")
-    assert list(logged(folder, "losses/approx_kl"))[-1] >= 1000
-    nobody_left()
-
-
 def test_a_process_dies(tmp_path, capfd):
     """The run ends with one line, a checkpoint and no process."""
     line = "--env-id CartPole-v1 --num-workers 1"
@@ -96,17 +90,55 @@ def test_a_process_dies(tmp_path, capfd):
     assert "an inference process died with exit code -9" in capfd.readouterr().err
     (folder,) = run_folders(tmp_path)
     assert (folder / "checkpoint.pt").exists()
-    nobody_left()
+    assert nobody_left()
+
+
+def test_a_process_hangs(tmp_path, capfd):
+    """The run ends with one line after --env-timeout."""
+    line = "--env-id CartPole-v1 --num-workers 1 --env-timeout 3"
+    line += " --extensions inference(workers=2) tests.test_inference:Stop"
+    assert ver_ppo.main(small(tmp_path, *line.split())) == 1
+    assert "an inference process gave no answer for 3 s" in capfd.readouterr().err
+    assert nobody_left(20)
+
+
+def test_a_start_that_fails(tmp_path, capfd):
+    """If the environments fail before the collector is there, the processes end, too."""
+    line = "--env-id tests.test_inference:Second-v0 --num-workers 4"
+    args = small(tmp_path, *line.split(), "--extensions", "inference(workers=4)")
+    assert ver_ppo.main(args) == 1
+    assert "before its first answer" in capfd.readouterr().err
+    assert nobody_left()
+
+
+class Second(envs.Count):
+    """Can be made in the trial alone, whose number is 0."""
+
+    def __init__(self, number=0):
+        if number:
+            raise RuntimeError("only the first can be made")
+        super().__init__()
+
+
+gym.register("Second-v0", Second, kwargs={"number": 0})
 
 
 class Kill(ver_ppo.Run):
-    """Kills an inference process after two updates."""
+    """Kills the inference processes after two updates."""
+
+    number = signal.SIGKILL
 
     def collect(self):
         if self.version == 2:
-            process = next(iter(self.collector.processes.values()))
-            os.kill(process.pid, signal.SIGKILL)
+            for process in self.collector.processes.values():
+                os.kill(process.pid, self.number)
         return super().collect()
+
+
+class Stop(Kill):
+    """Stops them."""
+
+    number = signal.SIGSTOP
 
 
 def test_refusals(tmp_path, capsys):
@@ -114,5 +146,6 @@ def test_refusals(tmp_path, capsys):
     args = small(tmp_path, "--env-id", "CartPole-v1", "--extensions")
     one_line(capsys, [*args, "inference(workers=0)"], "must be 1 or more")
     one_line(capsys, [*args, "inference", "--num-workers", "0"], "leave out --num-workers 0")
-    one_line(capsys, [*args, "async", "inference"], "does not go with Trajectories")
+    for others in (["async", "inference"], ["inference", "overlap"], ["overlap", "inference"]):
+        one_line(capsys, [*args, *others], "does not go with another extension that collects")
     assert run_folders(tmp_path) == []

@@ -8,24 +8,25 @@ their steps go, so a rollout has exactly S steps. But it does not run the networ
 the batch to an inference process that is free. That process writes the actions into shared tables,
 and answers. Meanwhile the main process hands the next batch to another one.
 
-No environment belongs to an inference process. Its memory, `state_N`, and its pending step lie in
-shared tables, where the process that serves it next finds them. The weights are shared, too. They
-change only while no batch is being computed: at the end of a rollout, the main process waits for
-the batches that it has handed over.
+Any process may serve any environment: the memory of all environments (`state_N`) and their pending
+steps lie in shared tables. The weights are shared, too. They change only while no batch is being
+computed: at the end of a rollout, the main process waits for the batches that it has handed over.
 
-This can help where the network is slow and cores or a GPU are free while it runs. Each batch also
-makes two more ways between processes, about 0.1 ms.
+This can help where the network is slow, and cores or a GPU are free while it runs. Each batch costs
+two more messages between processes. In the shares of time that a run prints, waiting for an
+inference process counts as waiting for environments.
 """
 
 import contextlib
 import functools
+import select
+import time
 
 import numpy as np
 import torch
 
 import ver_ppo
-
-SEED_OF_INFERENCE = 4  # first number of ver_ppo.derive_seed
+from notebooks.extensions.overlap import Overlap
 
 
 class Inference(ver_ppo.Run):
@@ -40,39 +41,40 @@ class Inference(ver_ppo.Run):
         if options.num_workers == 0:
             reason = "the environments need processes of their own: leave out --num-workers 0"
             raise ver_ppo.UserError(f"--extensions inference: {reason}")
-        if self.collector_class is not ver_ppo.Collector:
-            reason = f"does not go with {self.collector_class.__name__}, another way of collecting"
+        if isinstance(self, Overlap) or self.collector_class is not ver_ppo.Collector:
+            reason = "does not go with another extension that collects"
             raise ver_ppo.UserError(f"--extensions inference: {reason}")
         super().__init__(options)
 
     def start(self):
         """As Run.start."""
-        self.collector_class = functools.partial(InferenceCollector, count=self.workers)
+        how = {"count": self.workers, "cleanup": self.cleanup}
+        self.collector_class = functools.partial(InferenceCollector, **how)
         super().start()
-        self.cleanup.callback(self.collector.close)
 
 
 class InferenceCollector(ver_ppo.Collector):
-    """A collector that hands batches to processes, and goes on while they choose actions."""
+    """A collector that hands batches to processes, and goes on while they choose actions. `cleanup`
+    ends these processes at the end of the run."""
 
-    def __init__(self, policy, workers, io, spec, options, *more, count):
+    def __init__(self, policy, workers, io, spec, options, *more, count, cleanup):
         super().__init__(policy, workers, io, spec, options, *more)
         self.waiting = []  # environments that wait for a free process
-        self.busy = {}  # pipe -> the environments of the batch that it computes
+        self.busy = {}  # pipe -> the environments of the batch that it computes, and since when
         self.processes = {}  # by pipe
+        cleanup.callback(self.close)
         shared = self.pending, self.state_N
         context = ver_ppo.process_context()
-        for number in range(count):
+        for _ in range(count):
             pipe, other_end = context.Pipe()
-            # a resumed run begins with later episodes, so it gets other random numbers
-            seed = ver_ppo.derive_seed(SEED_OF_INFERENCE, options.seed, number, io["episode"].max())
             # tensors that are sent move to shared memory, so all processes see the same weights
-            args = other_end, seed, policy, io, spec, options, shared
+            args = other_end, policy, io, spec, options, shared
             process = context.Process(target=inference_process, args=args, daemon=True)
             process.start()
             other_end.close()  # only the process has it now: if it dies, the pipe ends
             self.processes[pipe] = process
-            workers.poll.register(pipe)  # so that `await_answers` does not sleep while one answers
+            # `await_answers` must not sleep when a process has chosen actions
+            workers.poll.register(pipe, select.POLLIN)
         self.free = list(self.processes)
 
     def act(self, env_B):
@@ -80,16 +82,22 @@ class InferenceCollector(ver_ppo.Collector):
         self.waiting += env_B.tolist()
         if self.waiting and self.free:
             pipe = self.free.pop()
-            self.busy[pipe] = np.array(self.waiting)
+            env_B = np.array(self.waiting)
             self.waiting = []
+            self.busy[pipe] = env_B, time.monotonic()
+            synchronize(self.device)
             with contextlib.suppress(ConnectionError):  # `take_actions` notices
-                pipe.send((self.version, self.greedy, self.busy[pipe]))
+                pipe.send((self.version, self.greedy, env_B))
 
     def take_actions(self, timeout_sec=0.0):
         """Send the actions that the processes have chosen. Raises EnvironmentFailure if one has
-        died."""
-        for pipe in list(self.busy):
+        died, or has not answered for --env-timeout."""
+        limit_sec = self.options.env_timeout
+        for pipe, (env_B, since) in list(self.busy.items()):
             if not pipe.poll(timeout_sec):
+                if time.monotonic() - since > limit_sec:
+                    reason = f"gave no answer for {limit_sec:.0f} s (--env-timeout)"
+                    raise ver_ppo.EnvironmentFailure(f"an inference process {reason}")
                 continue
             try:
                 pipe.recv()
@@ -98,7 +106,7 @@ class InferenceCollector(ver_ppo.Collector):
                 process.join(5)
                 reason = f"an inference process died with exit code {process.exitcode}"
                 raise ver_ppo.EnvironmentFailure(reason) from None
-            env_B = self.busy.pop(pipe)
+            del self.busy[pipe]
             self.free.append(pipe)
             self.in_flight_N[env_B] = True
             self.workers.send(env_B)
@@ -110,8 +118,9 @@ class InferenceCollector(ver_ppo.Collector):
         return super().await_answers(room)
 
     def bootstrap_values(self):
-        """As Collector.bootstrap_values, when no batch is being computed any more. Environments
-        that waited for a free process are now idle: the new policy chooses their actions."""
+        """Wait until no batch is being computed. Then do as Collector.bootstrap_values.
+        Environments that still waited for a free process are now idle: the new policy chooses their
+        actions."""
         self.idle = np.append(self.idle, np.array(self.waiting, int))
         self.waiting = []
         while self.busy:
@@ -125,13 +134,20 @@ class InferenceCollector(ver_ppo.Collector):
             ver_ppo.end_process(process, 5)
 
 
-def inference_process(pipe, seed, policy, io, spec, options, shared):
+def synchronize(device):
+    """Let a GPU finish what this process has asked of it, before another process reads that."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def inference_process(pipe, policy, io, spec, options, shared):
     """Body of an inference process: choose actions for a batch of environments, again and again.
     Ends when the main process closes the pipe or dies."""
     ver_ppo.lead_group()
     torch.set_num_threads(1)
-    torch.manual_seed(seed)
-    collector = ver_ppo.Collector(policy, Reply(pipe), io, spec, options)
+    torch.seed()  # random: which process gets which batch is chance anyway
+    reply = Reply(pipe, shared[0].device)
+    collector = ver_ppo.Collector(policy, reply, io, spec, options)
     collector.pending, collector.state_N = shared
     with torch.inference_mode(), contextlib.suppress(EOFError, ConnectionError):
         while True:
@@ -143,8 +159,10 @@ class Reply:
     """In place of the workers of an inference process: tell the main process that the actions are
     chosen."""
 
-    def __init__(self, pipe):
+    def __init__(self, pipe, device):
         self.pipe = pipe
+        self.device = device
 
     def send(self, env_B):
+        synchronize(self.device)
         self.pipe.send(None)

@@ -6,16 +6,18 @@
     python -m notebooks.extensions.series RUN_FOLDER --eval-episodes 100
     python -m notebooks.extensions.series RUN_FOLDER --eval-episodes all
 
-The first line also evaluates during training, after each update that passes a multiple of 200,000
+`evaluate` evaluates during training, too, after each update that passes a multiple of 200,000
 steps: `--eval-episodes` episodes, the same each time. Training waits meanwhile, and torch's random
-numbers stay as they are. TensorBoard shows the means as eval/... The other lines keep the
-checkpoints, and evaluate them later.
+numbers stay as they are. TensorBoard shows the means as eval/... The environments of training stay
+in memory, and those of the evaluation have the same numbers (`number` of ver_ppo.make_env).
+
+`keep` keeps every checkpoint, and this program evaluates them later.
 
 The folder RUN_FOLDER/evaluation then has series.csv, the means of each checkpoint, and a file
 STEP.csv for each, with the numbers of every episode. `all` plays each episode of a validation split
 once. The environment must say how many there are (`num_episodes`), as Habitat does. Then row i of
-STEP.csv, after the header, is the split's episode i. A run without kept checkpoints has one,
-its last.
+STEP.csv, after the header, is the split's episode i. If no
+checkpoints were kept, the last one is evaluated.
 """
 
 import contextlib
@@ -74,7 +76,7 @@ class Evaluate(ver_ppo.Run):
         self.lap_at = time.perf_counter()  # this was no part of the next cycle
 
     def interrupt(self, number, frame):
-        """End an evaluation because of a signal. It then ends training, in `collect`."""
+        """End an evaluation because of a signal. The next `collect` then ends training."""
         self.note_signal(number, frame)
         raise ver_ppo.Interrupted(number)
 
