@@ -4,7 +4,6 @@ import os
 import signal
 import time
 
-import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -12,7 +11,6 @@ import torch
 import ver_ppo
 from notebooks.extensions.check import check_rollout
 from notebooks.extensions.overlap import reevaluate
-from tests import envs
 from tests.helpers import logged, nobody_left, one_line, run_folders, run_here, small
 from tests.test_samplers import collecting
 
@@ -104,23 +102,11 @@ def test_a_process_hangs(tmp_path, capfd):
 
 def test_a_start_that_fails(tmp_path, capfd):
     """If the environments fail before the collector is there, the processes end, too."""
-    line = "--env-id tests.test_inference:Second-v0 --num-workers 4"
+    line = "--env-id tests.faulty_envs:Late-v0 --num-workers 4"
     args = small(tmp_path, *line.split(), "--extensions", "inference(workers=4)")
     assert ver_ppo.main(args) == 1
     assert "before its first answer" in capfd.readouterr().err
     assert nobody_left()
-
-
-class Second(envs.Count):
-    """Can be made in the trial alone, whose number is 0."""
-
-    def __init__(self, number=0):
-        if number:
-            raise RuntimeError("only the first can be made")
-        super().__init__()
-
-
-gym.register("Second-v0", Second, kwargs={"number": 0})
 
 
 class Kill(ver_ppo.Run):

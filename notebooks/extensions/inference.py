@@ -12,9 +12,9 @@ Any process may serve any environment: the memory of all environments (`state_N`
 steps lie in shared tables. The weights are shared, too. They change only while no batch is being
 computed: at the end of a rollout, the main process waits for the batches that it has handed over.
 
-This can help where the network is slow, and cores or a GPU are free while it runs. Each batch costs
-two more messages between processes. In the shares of time that a run prints, waiting for an
-inference process counts as waiting for environments.
+This may help where the network is slow, and cores or a GPU are free while it runs. On two cores, it
+did not: each batch costs two more messages between processes. In the shares of time that a run
+prints, waiting for an inference process counts as waiting for environments.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 import ver_ppo
-from notebooks.extensions.overlap import Overlap
+from notebooks.extensions.overlap import Overlap, death_of, start_process
 
 
 class Inference(ver_ppo.Run):
@@ -54,7 +54,7 @@ class Inference(ver_ppo.Run):
 
 
 class InferenceCollector(ver_ppo.Collector):
-    """A collector that hands batches to processes, and goes on while they choose actions. `cleanup`
+    """A collector that hands batches to processes, and works while they choose actions. `cleanup`
     ends these processes at the end of the run."""
 
     def __init__(self, policy, workers, io, spec, options, *more, count, cleanup):
@@ -63,15 +63,10 @@ class InferenceCollector(ver_ppo.Collector):
         self.busy = {}  # pipe -> the environments of the batch that it computes, and since when
         self.processes = {}  # by pipe
         cleanup.callback(self.close)
-        shared = self.pending, self.state_N
-        context = ver_ppo.process_context()
+        # tensors that are sent move to shared memory, so all processes see the same weights
+        args = policy, io, spec, options, (self.pending, self.state_N)
         for _ in range(count):
-            pipe, other_end = context.Pipe()
-            # tensors that are sent move to shared memory, so all processes see the same weights
-            args = other_end, policy, io, spec, options, shared
-            process = context.Process(target=inference_process, args=args, daemon=True)
-            process.start()
-            other_end.close()  # only the process has it now: if it dies, the pipe ends
+            process, pipe = start_process(inference_process, *args)
             self.processes[pipe] = process
             # `await_answers` must not sleep when a process has chosen actions
             workers.poll.register(pipe, select.POLLIN)
@@ -80,6 +75,10 @@ class InferenceCollector(ver_ppo.Collector):
     def act(self, env_B):
         """Hand these environments to a process, or let them wait until one is free."""
         self.waiting += env_B.tolist()
+        self.hand_over()
+
+    def hand_over(self):
+        """Give all environments that wait to a free process, if there is one."""
         if self.waiting and self.free:
             pipe = self.free.pop()
             env_B = np.array(self.waiting)
@@ -102,19 +101,17 @@ class InferenceCollector(ver_ppo.Collector):
             try:
                 pipe.recv()
             except (EOFError, ConnectionError):
-                process = self.processes[pipe]
-                process.join(5)
-                reason = f"an inference process died with exit code {process.exitcode}"
-                raise ver_ppo.EnvironmentFailure(reason) from None
+                raise death_of(self.processes[pipe], "an inference process") from None
             del self.busy[pipe]
             self.free.append(pipe)
             self.in_flight_N[env_B] = True
             self.workers.send(env_B)
 
     def await_answers(self, room):
-        """As Collector.await_answers. First send what has been chosen, and hand over what waits."""
+        """As Collector.await_answers. First send the actions that processes have chosen, and hand
+        over the environments that wait."""
         self.take_actions()
-        self.act(np.zeros(0, int))
+        self.hand_over()
         return super().await_answers(room)
 
     def bootstrap_values(self):

@@ -46,6 +46,23 @@ def rollout_on(rollout, device):
     return there
 
 
+def start_process(body, *args):
+    """Start a process that runs `body(pipe, *args)`. Returns the process and this side's end of the
+    pipe. Each side has only its own end, so the pipe ends if the other side dies."""
+    context = ver_ppo.process_context()
+    pipe, other_end = context.Pipe()
+    process = context.Process(target=body, args=(other_end, *args))
+    process.start()
+    other_end.close()
+    return process, pipe
+
+
+def death_of(process, name):
+    """The error that says how this process died."""
+    process.join(5)
+    return EnvironmentFailure(f"{name} died with exit code {process.exitcode}")
+
+
 class Overlap(ver_ppo.Run):
     """Another process collects the next rollout while the policy learns from this one."""
 
@@ -89,12 +106,8 @@ class CollectingProcess:
     def __init__(self, run):
         self.enough = run.enough
         self.version = run.version
-        context = ver_ppo.process_context()
-        self.pipe, other_end = context.Pipe()
-        args = other_end, run.spec, run.options, run.step, run.collector_class
-        self.process = context.Process(target=collector_process, args=args)
-        self.process.start()
-        other_end.close()  # only the process has it now: if it dies, the pipe ends
+        args = run.spec, run.options, run.step, run.collector_class
+        self.process, self.pipe = start_process(collector_process, *args)
         self.publish(run.policy, run.version)
         self.pipe.send(None)
 
@@ -112,9 +125,7 @@ class CollectingProcess:
                 raise answer
             self.pipe.send(None)
         except (EOFError, ConnectionError):
-            self.process.join(5)
-            reason = f"the collecting process died with exit code {self.process.exitcode}"
-            raise EnvironmentFailure(reason) from None
+            raise death_of(self.process, "the collecting process") from None
         there = rollout_on(answer, rollout.device)
         vars(rollout).clear()  # also the view of the earlier memory
         vars(rollout).update(vars(there))

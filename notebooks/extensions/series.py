@@ -16,8 +16,8 @@ in memory, and those of the evaluation have the same numbers (`number` of ver_pp
 The folder RUN_FOLDER/evaluation then has series.csv, the means of each checkpoint, and a file
 STEP.csv for each, with the numbers of every episode. `all` plays each episode of a validation split
 once. The environment must say how many there are (`num_episodes`), as Habitat does. Then row i of
-STEP.csv, after the header, is the split's episode i. If no
-checkpoints were kept, the last one is evaluated.
+STEP.csv, after the header, is the split's episode i. If no checkpoints were kept, the last one is
+evaluated.
 """
 
 import contextlib

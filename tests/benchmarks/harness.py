@@ -48,6 +48,10 @@ SAMPLERS = {  # the options that make each
     "ver+overlap": "--sampler ver --extensions overlap",
     "async": "--extensions async",
 }
+COMPARED = "sync", "nover", "ver"  # where only these matter
+# spreads of `latency` with which 16 environments give the ratios of the VER paper's table 1 (one
+# GPU): 174, 327 and 428 steps/s for these three
+PAPER = {"spread": 0.6, "between": 0.1}
 WARM_UP = 5  # updates that do not count
 
 # -------------------------------------------------------------------------------------- Processes

@@ -222,11 +222,8 @@ class Until(ver_ppo.Run):
 
 
 UNTIL = "--env-id pointnav --eval-episodes 0 --extensions 'learn:Until(success={}, most={})'"
-UNEVEN = {  # spreads of one environment's steps, and between environments
-    "as in the paper": (0.6, 0.1),  # see PAPER in speed.py
-    "more uneven": (0.8, 0.6),
-}
-SLEEPING = "--wrappers 'latency(mean_ms=20, spread={}, between={})'"
+UNEVEN = {"as in the paper": harness.PAPER, "more uneven": {"spread": 0.8, "between": 0.6}}
+SLEEPING = "--wrappers 'latency(mean_ms=20, spread={spread}, between={between})'"
 MINUTES_TAGS = "metrics/success", "metrics/spl", "ver/importance_weight"
 
 
@@ -239,7 +236,7 @@ def minutes(args):
         done = found.setdefault(how, {}).setdefault(sampler, [])
         if seed in [run["seed"] for run in done]:
             continue
-        line = f"{until} {SLEEPING.format(*UNEVEN[how])} {harness.SAMPLERS[sampler]} --seed {seed}"
+        line = f"{until} {SLEEPING.format(**UNEVEN[how])} {harness.SAMPLERS[sampler]} --seed {seed}"
         done.append({"seed": seed, **harness.train(line).over_time(MINUTES_TAGS)})
         harness.keep(args, "minutes", found=found)
         last = {name: values[-1] for name, values in done[-1].items() if name != "seed"}
@@ -263,11 +260,10 @@ def starts(args):
         for how, more in STARTS.items():
             line = f"{UNTIL.format(SUCCESSES[-1], args.steps or 500_000)} --seed {seed} {more}"
             curve = harness.train(line).over_time(["metrics/success"])
-            success = np.array(curve["metrics/success"])
+            seconds, success = curve["seconds"], curve["metrics/success"]
             passed = {"seed": seed}
             for least in SUCCESSES:
-                above = np.flatnonzero(success >= least)
-                passed[str(least)] = curve["seconds"][above[0]] if len(above) else None
+                passed[str(least)] = round(draw.first_reached(seconds, success, least), 2)
             found[how].append(passed)
             print(f"{how}: {passed}", flush=True)
     harness.keep(args, "starts", options=STARTS, found=found)
@@ -478,8 +474,8 @@ if __name__ == "__main__":
     parser.add_argument("what", choices=BENCHMARKS)
     parser.add_argument("names", nargs="*", help="tasks, published: of these alone")
     parser.add_argument("--seeds", type=int, nargs="+", help="1 2 3; minutes, starts: 1 to 5")
-    three = ["sync", "nover", "ver"]
-    parser.add_argument("--samplers", nargs="+", choices=harness.SAMPLERS, default=three)
+    how = {"choices": harness.SAMPLERS, "default": harness.COMPARED}
+    parser.add_argument("--samplers", nargs="+", **how)
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--folder", type=Path, help="skills: where runs stay")
     parser.add_argument("--checkpoint", type=Path, help="transfer, skills: of a run of `pointnav`")

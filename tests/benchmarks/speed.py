@@ -61,7 +61,7 @@ import gymnasium as gym
 import harness
 import numpy as np
 import torch
-from harness import SAMPLERS, ver_ppo
+from harness import COMPARED, PAPER, SAMPLERS, ver_ppo
 
 from notebooks.environments import pointnav
 from notebooks.environments.habitat import QUIET, override_lines
@@ -301,10 +301,8 @@ BETWEEN = 0.0, 0.3, 0.6, 1.0  # spreads (sigma) of the environments' means
 SPREADS = 0.0, 0.4, 0.8  # and of the steps of one environment
 CELLS = list(itertools.product(BETWEEN, SPREADS))
 RUN = (0.0, 0.8), (0.3, 0.4), (0.6, 0.8)  # of them: between, spread
-PAPER = 0.1, 0.6  # with 16 environments, ratios as in table 1 of the VER paper
 UNEVEN_ENVS = 32
 MEAN_MS = 50
-ORDERS = "sync", "nover", "ver"
 
 
 def sleeps(seed, num_envs, between, spread):
@@ -327,7 +325,7 @@ def compute_rates(seed, num_envs, between, spread):
     def learn(rollout):
         weights.append(ver_ppo.importance_weights(rollout["env"], num_envs).mean())
 
-    for sampler in ORDERS:
+    for sampler in COMPARED:
         weights.clear()
         size = num_envs, 128, 4
         arguments = sampler, lambda e, k: sec_NK[e, k], *size
@@ -359,10 +357,10 @@ def uneven(args):
         computed = [compute_rates(seed, UNEVEN_ENVS, *cell) for seed in range(1, 6)]
         cells.append({"cell": cell, "computed": computed, "run": []})
         print(cells[-1], flush=True)
-    paper = [compute_rates(seed, 16, *PAPER) for seed in range(1, 6)]
+    paper = [compute_rates(seed, 16, **PAPER) for seed in range(1, 6)]
     for found in cells:
         for seed in (1, 2) if found["cell"] in RUN else ():
-            calls = {mode: (run_rate, mode, seed, *found["cell"]) for mode in ORDERS}
+            calls = {mode: (run_rate, mode, seed, *found["cell"]) for mode in COMPARED}
             found["run"].append({mode: harness.apart(*call) for mode, call in calls.items()})
             print(found["cell"], found["run"], flush=True)
     harness.keep(args, "uneven", cells=cells, paper={"cell": PAPER, "computed": paper})
