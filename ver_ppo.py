@@ -3,10 +3,10 @@
 Simulators are slow and uneven, and a trainer that steps N of them in lock-step always waits for the
 slowest. VER does not wait: the environments that have answered form the next inference batch. A
 rollout ends when S = T x N steps are complete (--num-steps times --num-envs), no matter how many
-each environment contributed. Some environments are then still computing a step, which goes into the
-next rollout. So at most one step of each environment in a rollout was chosen by an older policy.
-(Some --extensions allow more.) The uneven experience is cut into mini-batches of equal size for a
-recurrent network, and steps from fast environments are down-weighted.
+each environment contributed. Some environments are then still computing a step, which goes into a
+later rollout, usually the next. So in a rollout, an older policy chose at most one action of each
+environment. (Some --extensions allow more.) The uneven experience is cut into mini-batches of equal
+size for a recurrent network, and steps from fast environments are down-weighted.
 
     python ver_ppo.py --env-id pointnav            trains, shows its progress, evaluates
     python ver_ppo.py --help                       explains every option
@@ -32,32 +32,34 @@ Environment e has row e. Only the numbers of environments travel through pipes: 
 worker, and one pipe back that all workers share. Actions, observations and rewards stay in shared
 memory.
 
-A *step* begins when inference chooses an action and sends it. From then on it is *in flight*, in
-its environment's row of `pending`, until the main process takes the environment's answer: reward,
+A *step* begins when `act` chooses an action and sends it. From then on it is *in flight*, in its
+environment's row of `pending`, until the main process takes the environment's answer: reward,
 whether the episode ended, next observation. That completes the step, which moves to the next free
 row of the rollout. Then the environment usually gets its next action at once. If the rollout needs
 no more of its steps, the environment gets no action, and is *idle* until the next rollout. The
 *version* of a policy is the number of updates before it. A *segment* is everything that one
 environment gave to a rollout, in time order. A segment is cut where an episode begins, and the
-parts are *sequences*. (Where a mini-batch holds only a part of one, that part is a sequence, too.)
+parts are *sequences*. If the end of a mini-batch cuts a sequence, each piece is a sequence of its
+own.
 
-The last letters of a name are the dimensions: action_BA is B x A, log_prob_B has B numbers. If
-there are more dimensions, only the first ones are named: state_B is B recurrent states (for an LSTM
-of L layers, 2L x H numbers each). The main letters are N environments, S steps of a rollout, Q
-sequences, M steps of a mini-batch and B any batch (env_B: the numbers of B environments). The
-others are H hidden units, L layers, F features, C channels, and A dimensions of an action (1 for a
-simple choice).
+The last letters of a name are the dimensions: action_BA is B x A, log_prob_B has B numbers. An
+array may have more dimensions than letters: state_B is B recurrent states (for an LSTM of L layers,
+2L x H numbers each). The main letters are N environments, S steps of a rollout, Q sequences, M
+steps of a mini-batch and B any batch (env_B: the numbers of B environments). The others are H
+hidden units, L layers, F features, C channels, and A dimensions of an action (1 for a simple
+choice).
 
 The file down to "End of the lesson" is VER: the training loop, tables, collecting, returns,
 mini-batches, PPO. The lesson takes four things for granted: `run`, `spec`, `workers` and `policy`.
 `run` has the methods that `train` calls. `spec` says what an observation and an action consist of.
 `workers.send(env_B)` lets environments take the actions in their rows. `workers.receive(seconds)`
 returns the numbers of those that have answered since the last call, and waits at most that long. At
-first, all environments start by themselves, and their first observation is their answer. (One that
-fails starts again in the same way. If it owes no answer, it does so only when it gets its next
-action.) `policy.step` gives the distributions of the next actions, the values, and the next
-recurrent states of B environments. `policy.sequences` gives distributions and values for all steps
-of a mini-batch.
+first, all environments start by themselves, and their first observation is their answer. An
+environment that fails is started again, and answers in the same way. `policy.step` gives the
+distributions of the next actions, the values, and the next recurrent states of B environments.
+`policy.sequences` gives distributions and values for all steps of a mini-batch, and what its
+encoders and its core put out. `policy.critic` is the layer that computes values, and its `scale` is
+the unit of these values. `policy.log_ent_coef` is the logarithm of the entropy coefficient.
 
 After the lesson come the processes that run environments, the policy, the run with its files, and
 the command line. Simulators, other networks, and other ways to collect are loaded by name, from
@@ -132,7 +134,7 @@ class Options:
     num_envs: int = 32  # N, environments that run in parallel
     num_steps: int = 128  # T: a rollout is T x N steps, T from each environment on average
     # processes that share the environments; 0: all are in the main process (for debuggers, and for
-    # exact repetition); auto: as many as keep the CPU cores busy, judged by timing some steps
+    # exact repetition); auto: about one per core, or more if steps mostly wait (some are timed)
     num_workers: int | Literal["auto"] = "auto"
     # which steps make a rollout. ver: whichever come first; nover: T of each environment (VER
     # without variable rollouts); sync: T of each, in lock-step (DD-PPO)
@@ -145,7 +147,7 @@ class Options:
     gamma: float = 0.99  # discount factor
     gae_lambda: float = 0.95  # lambda of generalized advantage estimation
     num_minibatches: int = 8  # mini-batches per epoch, equally large
-    update_epochs: int = 2  # passes over each rollout
+    update_epochs: int = 2  # epochs: passes over each rollout
     clip_coef: float = 0.2  # PPO's clipping range of the probability ratio
     # bring each rollout's advantages to mean 0 and deviation 1; otherwise, divide them by the
     # running root mean square of the returns
@@ -208,12 +210,12 @@ def train(run):
     """Collect a rollout, compute its advantages, update the policy; repeat to --total-timesteps.
 
     The only training loop there is. `run` (after the lesson) holds the policy, its optimizer, the
-    collector and the counters. Where a comment names a function, the method calls it.
+    collector and the counters. A comment behind a method names the function that it calls.
     """
     try:
         run.start()  # the environments
         while run.step < run.options.total_timesteps:
-            rollout = run.collect()  # Collector.collect; after a signal, it raises Interrupted
+            rollout = run.collect()  # Collector.collect; after a signal, raises Interrupted
             # add_advantages; with many GPUs, older steps fill up a rollout that ended early
             to_learn = run.advantages(rollout)
             logs = run.update(to_learn)  # ppo_update
@@ -246,16 +248,16 @@ class Table:
     def __getitem__(self, column):
         return self.records[column]
 
-    def __getstate__(self):  # `memory` stays shared, but the numbers of `records` would be copied
+    def __getstate__(self):  # send only `memory`, which stays shared
         return {name: value for name, value in vars(self).items() if name != "records"}
 
 
 class EnvIO(Table):
     """One row for each environment, in shared memory: the action sent last, and the last answer.
 
-    A row belongs to the worker at first, and whenever its number is sent down the worker's pipe,
-    until the worker sends the number back. Otherwise it belongs to the process that collects. So no
-    lock is needed: nobody reads a row while it is being written.
+    At first, a row belongs to the worker. When the worker sends the row's number, the row belongs
+    to the process that collects, until that process sends the number back. So no lock is needed:
+    nobody reads a row while it is being written.
     """
 
     def __init__(self, spec, num_envs, first_episode=0):
@@ -267,9 +269,9 @@ class EnvIO(Table):
             ("first", bool),  # `obs` begins an episode
             ("reward", np.float32),
             ("terminated", bool),
-            ("truncated", bool),  # and not terminated
-            # the environment has just started: a step in flight, if any, has no outcome, and the
-            # three columns above are not valid
+            ("truncated", bool),  # cut by a time limit; False if also terminated
+            # this answer is a start, the first one or after a failure: the three columns above are
+            # not valid, and a step in flight, if there is one, is lost
             ("lost", bool),
             ("episode", int),  # number of the episode that `obs` belongs to
             ("episode_stats", float, (len(spec.episode_columns),)),  # of the last whole episode
@@ -303,7 +305,7 @@ class Steps(Table):
             ("inference_at", float),  # when its inference began (time.perf_counter) ...
             ("sent_at", float),  # ... and its action was sent
             # from the environment's answer, when the step moves to a rollout (unused in `pending`)
-            ("reward", np.float32),  # with gamma * V(final_obs) if truncated; the value if lost
+            ("reward", np.float32),  # truncated: plus gamma * V(final_obs). lost: the value
             ("done", bool),  # last step of an episode, or lost
             ("lost", bool),  # the environment failed: the step has no outcome
             # of the whole episode; valid only where `done` and not `lost`
@@ -347,7 +349,7 @@ class Rollout(Steps):
 
     @property
     def complete(self):
-        """The records of the complete steps: a view, so writing to it fills the rollout."""
+        """The records of the complete steps: a view, so what you write there is in it."""
         return self.records[: self.rows]
 
 
@@ -392,8 +394,8 @@ class Collector:
 
     @torch.inference_mode()
     def collect(self, rollout):
-        """Collect exactly S steps, from whichever environments deliver them (VER section 2.2); with
-        `nover` and `sync`, T from each. The rollout has fewer only if `enough` says so.
+        """Collect S steps, from whichever environments deliver them (VER section 2.2); with `nover`
+        and `sync`, T from each. There are never more. Only `enough` can end the rollout with fewer.
 
         In each round: take the environments that have answered, complete their steps, choose and
         send their next actions. In two cases an environment gets no action, and becomes idle: the
@@ -437,7 +439,7 @@ class Collector:
         """
         needed = self.options.num_envs if self.options.sampler == "sync" else 1
         began_at = time.perf_counter()
-        # always look for new answers, even if some of the last call are left over
+        # always look for new answers, even if older ones still wait in `arrived`
         self.arrived += self.workers.receive(0)
         if len(self.arrived) < needed:
             self.arrived += self.workers.receive(0.05)
@@ -477,7 +479,7 @@ class Collector:
         distribution, value_B, after_B = self.policy.step(*inputs)
         action_BA = distribution.mode if self.greedy else distribution.sample()
         log_prob_B = distribution.log_prob(action_BA)
-        # one copy from the device; float32 holds whole numbers up to 2**24 exactly
+        # one copy from the device; discrete actions travel as float32, exact up to 2**24
         chosen = torch.column_stack([log_prob_B, value_B, action_BA.float()]).cpu().numpy()
 
         obs, _, _, state_B = inputs
@@ -502,16 +504,15 @@ class Collector:
         """The answers of these environments complete their pending steps, which move to the rows
         `row_B` of the rollout.
 
-        This is how a step in flight passes from one rollout to the next (VER section 2.2): a
-        pending step may have been sent in an earlier rollout, by an older policy. It keeps the
-        action, log-probability, value and version that it was sent with (PPO divides by that old
-        probability), and it counts for the rollout in which it is completed. So no step is thrown
-        away.
+        A pending step may have been sent in an earlier rollout, by an older policy (VER section
+        2.2). It keeps the action, log-probability, value and version that it was sent with, and
+        counts for this rollout. PPO divides by that old probability. Nothing corrects the old value
+        and the old memory.
 
-        A truncated episode would have continued. The discounted value of the final observation is
-        added to its last reward (Pardo et al. 2018). It is computed with the memory of that
-        episode, which `state_N` still holds. So GAE can treat terminated and truncated episodes in
-        the same way, and one column, `done`, is enough for both.
+        A truncated episode would have continued. So the discounted value of the final observation
+        is added to its last reward (Pardo et al. 2018). Then GAE can treat terminated and truncated
+        episodes in the same way, and one column, `done`, is enough for both. The value is computed
+        with the memory of that episode, which `state_N` still holds.
 
         If the environment failed and was started again, the step is *lost*: it has no outcome. Its
         reward becomes its predicted value, and `done` is set. So its advantage is 0, and earlier
@@ -592,8 +593,9 @@ def importance_weights(env_S, num_envs):
 
     An environment that gave K_e of the S steps was sampled K_e / S of the time instead of 1 / N.
     Therefore each of its steps has the weight min(1, (S / N) / K_e). Slow environments are not
-    weighted up, so the mean weight is at most 1. A rollout that ended early may have fewer than N
-    steps. Then 1 replaces S / N, so that single steps keep the weight 1.
+    weighted up, so the mean weight is at most 1. For a rollout that ended early, S is the number of
+    steps that it has. If they are fewer than N, 1 replaces S / N, so that single steps keep the
+    weight 1.
 
     >>> importance_weights(np.array([0, 0, 0, 0, 1, 2]), num_envs=3)
     array([0.5, 0.5, 0.5, 0.5, 1. , 1. ], dtype=float32)
@@ -683,12 +685,12 @@ NEWEST_SHARE = 0.05  # how much the newest rollout counts in the running mean sq
 
 
 def ppo_update(policy, optimizer, rollout, options, average=lambda tensors: None):
-    """Learn from a rollout in --update-epochs passes. Each pass shuffles the sequences, cuts them
+    """Learn from a rollout in --update-epochs epochs. Each epoch shuffles the sequences, cuts them
     into --num-minibatches mini-batches, and makes an optimizer step on each. Returns the mean of
     each logged number.
     """
     update_value_scale(policy.critic, rollout, average)
-    # while all rewards are 0, the scale is 0, and so are values and returns: any divisor works
+    # while all rewards are 0, the scale and all errors are 0: any divisor works
     scale = max(policy.critic.scale.item(), 1e-8)
     normalize_advantages(rollout, scale, options, average)
     steps = rollout.complete
@@ -705,14 +707,14 @@ def ppo_update(policy, optimizer, rollout, options, average=lambda tensors: None
 
 @torch.no_grad()
 def update_value_scale(critic, rollout, average):
-    """Move the critic's scale towards the size of this rollout's returns. From its first value on,
-    all values stay as they are.
+    """Move the critic's scale towards the size of this rollout's returns. This changes no value
+    that the critic computes (except at the first change, from 0).
 
-    A value is the output of the critic's layer times the scale. The scale is the running root mean
-    square of the returns. So rewards of any size are learned equally well, as if they were
-    normalized (Engstrom et al. 2020). Stored values and returns stay in the environment's units, so
-    they need no conversion when the scale changes. Once the scale is above 0, one rollout can at
-    most double it.
+    A value is the output of the critic's layer times the scale, which is 0 at first. The scale is
+    the running root mean square of the returns. So rewards of any size are learned equally well, as
+    if they were normalized (Engstrom et al. 2020). Stored values and returns stay in the
+    environment's units, so they need no conversion when the scale changes. Once the scale is above
+    0, one rollout can at most double it.
 
     When the scale grows by a factor, the layer is divided by it (PopArt, van Hasselt et al. 2016).
     Otherwise the values would grow with the scale. Returns contain values, so they would grow, too,
@@ -736,7 +738,7 @@ def normalize_advantages(rollout, scale, options, average):
     """Write the advantages that PPO learns from.
 
     With --norm-adv, they have mean 0 and deviation 1 over all processes that learn together (each
-    counts equally). Otherwise they are divided by the scale of values.
+    process has the same weight). Otherwise they are divided by the scale of values.
     """
     steps = rollout.complete
     advantage_S = steps["advantage"].astype(float)
@@ -770,7 +772,7 @@ def minibatch_step(policy, optimizer, batch, options, average):
     log."""
     distribution, value_M, (features_MF, core_MH) = run_sequences(policy, batch)
     loss, logs = ppo_loss(distribution, value_M, batch, policy.log_ent_coef, options)
-    # 0, unless a policy has a loss of its own on what its encoders and its memory put out
+    # 0, unless the policy adds a loss of its own
     auxiliary_loss = policy.auxiliary_loss(features_MF, core_MH, batch)
     optimizer.zero_grad()
     (loss + auxiliary_loss).backward()
@@ -798,7 +800,8 @@ def run_sequences(policy, batch):
 
 def ppo_loss(distribution, value_M, batch, log_ent_coef, options):
     """Clipped PPO objective, value loss (not clipped) and entropy term, every step weighted by
-    `batch["weight"]`. Returns the loss and a dictionary of what to log.
+    `batch["weight"]`. Means divide by M, not by the sum of the weights, so that slow environments
+    count no more than without weights. Returns the loss and a dictionary of what to log.
 
     `batch` holds M old actions, log-probabilities, normalized advantages, returns and weights
     (`make_batch`), and `scale`, by which errors of values are divided (`ppo_update`). Without
@@ -833,8 +836,8 @@ def ppo_loss(distribution, value_M, batch, log_ent_coef, options):
 
 
 def mean_logs(logs):
-    """The mean of each number over the mini-batches that were not skipped, and the share of those
-    that were, `losses/skipped`. (If all were skipped, it is 1, and the means are NaN.)"""
+    """The mean of each number over the mini-batches that were not skipped, and the share of the
+    skipped ones, `losses/skipped`. (If all were skipped, it is 1, and the means are NaN.)"""
     table = torch.stack([torch.stack(list(log.values())) for log in logs]).cpu()  # one copy
     names = list(logs[0])
     skipped = table[:, names.index("losses/skipped")].bool()  # of each mini-batch
@@ -2375,6 +2378,7 @@ DOORS = "env_id", "env_kwargs", "wrappers", "policy", "extensions"
 ALIASES = {
     "pointnav": "notebooks.environments.pointnav:PointNav-v0",
     "habitat": "notebooks.environments.habitat:Habitat-v0",
+    "duel": "notebooks.environments.duel:Duel-v0",
     "resnet18": "notebooks.extensions.networks:ResNet18",
     "resnet18_plain": "notebooks.extensions.networks:ResNet18Plain",
     "resnet50": "notebooks.extensions.networks:ResNet50",
@@ -2386,6 +2390,7 @@ ALIASES = {
     "inference": "notebooks.extensions.inference:Inference",
     "keep": "notebooks.extensions.series:Keep",
     "evaluate": "notebooks.extensions.series:Evaluate",
+    "selfplay": "notebooks.extensions.selfplay:SelfPlay",
     "trace": "notebooks.extensions.trace:Trace",
     "check": "notebooks.extensions.check:Check",
     "from_habitat": "notebooks.extensions.from_habitat:HabitatBaselines",

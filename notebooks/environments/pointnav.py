@@ -153,7 +153,43 @@ def check_camera(camera, image_size):
         raise ValueError(f"image_size={image_size}: must be a whole number within 8..1024")
 
 
-class PointNav(gym.Env):
+class Body:
+    """A robot's body: `position` and `heading` in a `plan`, and the `path` that it has walked
+    there, whose length is `path_m`."""
+
+    def put(self, plan, position, heading):
+        """Put it somewhere, and begin a path."""
+        self.plan = plan
+        self.position = position
+        self.heading = heading
+        self.path_m = 0.0
+        self.path = [position]
+
+    def walk(self, action):
+        """Move forward, or turn left or right."""
+        if action == 1:
+            self.move()
+        elif action >= 2:
+            self.heading += TURN_RAD if action == 2 else -TURN_RAD
+
+    def move(self, meters=FORWARD_M):
+        """Move one step forward. At an obstacle, the rest of the step slides along its side."""
+        way_2 = meters * np.array([math.cos(self.heading), math.sin(self.heading)])
+        for _ in range(2):
+            (reach,), (box,) = ray_boxes(self.position, way_2[None], self.plan.blocked_K4)
+            share = min(1.0, max(0.0, reach - 1e-3))
+            self.position = self.position + share * way_2
+            self.path_m += share * math.hypot(*way_2)
+            x0, _, x1, _ = self.plan.blocked_K4[box]
+            # along the side that the agent touches
+            along_2 = [1, 0] if x0 < self.position[0] < x1 else [0, 1]
+            way_2 = (1 - share) * way_2 * along_2
+            if reach > 1.0 or not way_2.any():
+                break
+        self.path.append(self.position)
+
+
+class PointNav(Body, gym.Env):
     """PointGoal navigation (DD-PPO section 4) in the built-in simulator. The agent must reach a
     point that it knows in its own polar coordinates.
 
@@ -204,11 +240,9 @@ class PointNav(gym.Env):
             points_P2 = rng.uniform(0, self.plan.size, (64, 2))
             self.position, self.goal = points_P2[self.plan.is_free(points_P2, 0.02)][:2]
             self.aim(self.goal)
-        self.heading = rng.uniform(-np.pi, np.pi)
+        self.put(self.plan, self.position, rng.uniform(-np.pi, np.pi))
         self.start_geodesic = self.geodesic
         self.steps = 0
-        self.path_m = 0.0
-        self.path = [self.position]
         return self.observe(), {}
 
     def step(self, action):
@@ -230,29 +264,6 @@ class PointNav(gym.Env):
         straight_C = sight(point_2, self.plan.corners_C2, self.plan.blocked_K4)
         self.beyond_C = np.append((straight_C + self.plan.distance_CC).min(axis=1), 0.0)
         self.geodesic = self.waypoints(self.position).min()
-
-    def walk(self, action):
-        """Move forward, or turn left or right."""
-        if action == 1:
-            self.move()
-        elif action >= 2:
-            self.heading += TURN_RAD if action == 2 else -TURN_RAD
-
-    def move(self, meters=FORWARD_M):
-        """Move one step forward. At an obstacle, the rest of the step slides along its side."""
-        way_2 = meters * np.array([math.cos(self.heading), math.sin(self.heading)])
-        for _ in range(2):
-            (reach,), (box,) = ray_boxes(self.position, way_2[None], self.plan.blocked_K4)
-            share = min(1.0, max(0.0, reach - 1e-3))
-            self.position = self.position + share * way_2
-            self.path_m += share * math.hypot(*way_2)
-            x0, _, x1, _ = self.plan.blocked_K4[box]
-            # along the side that the agent touches
-            along_2 = [1, 0] if x0 < self.position[0] < x1 else [0, 1]
-            way_2 = (1 - share) * way_2 * along_2
-            if reach > 1.0 or not way_2.any():
-                break
-        self.path.append(self.position)
 
     def waypoints(self, position_2):
         """Length of the shortest path to the goal through each point in sight. The points are the
