@@ -433,26 +433,27 @@ def first_reached(x, values, height):
     return float(np.interp(height, values[around], x[around]))
 
 
-MINUTES = ("seconds", "success"), ("seconds", "spl"), ("steps", "success")
+MINUTES = ("seconds", "success"), ("steps", "success")
 
 
-def minutes_curves(runs, panels=MINUTES):
-    """Draw success and SPL over minutes, and success over steps, as in figures 4 and 5 of the VER
-    paper: mean and range of the seeds. `runs`: sampler -> results of learn.py for each seed."""
+def minutes_curves(found, panels=MINUTES):
+    """Draw success over minutes and over steps, as in figures 4 and 5 of the VER paper, with a row
+    for each kind of simulators and a thin line for each seed. `found`: kind -> sampler -> results
+    of learn.py for each seed. A line ends where its run ended, at a success of 0.9."""
     axis_of = {"seconds": (60, "minutes"), "steps": (1000, "thousand steps")}
-    size = {"figsize": (max(4, 3 * len(panels)), 2.7), "squeeze": False}
-    figure, ((*axes,),) = plt.subplots(1, len(panels), **size, sharey=True, layout="constrained")
-    for axis, (over, metric) in zip(axes, panels):
-        unit, words = axis_of[over]
-        for line, (sampler, found) in zip(LINES, runs.items()):
-            first = max(run[over][0] for run in found)
-            last = min(run[over][-1] for run in found)
-            x_X = np.linspace(first, last, 200)
-            values_KX = [np.interp(x_X, run[over], run[f"metrics/{metric}"]) for run in found]
-            color = SAMPLERS[sampler.partition("+")[0]]
-            band(axis, x_X / unit, values_KX, color, sampler, line)
-        axis.set(xlabel=words, ylabel=in_words(metric), xlim=(0, None), ylim=(0, 1))
-    axes[-1].legend(frameon=False, loc="lower right")
+    rows = len(found)
+    size = {"figsize": (4.2 * len(panels), 2.6 * rows), "squeeze": False, "sharey": True}
+    figure, axes_RC = plt.subplots(rows, len(panels), **size, layout="constrained")
+    for axes, (kind, runs) in zip(axes_RC, found.items()):
+        for axis, (over, metric) in zip(axes, panels):
+            unit, words = axis_of[over]
+            for line, (sampler, seeds) in zip(LINES, runs.items()):
+                look = {"color": SAMPLERS[sampler.partition("+")[0]], "ls": line, "lw": 1}
+                for label, run in zip([sampler, *[None] * len(seeds)], seeds):
+                    x_X = np.array(run[over]) / unit
+                    axis.plot(x_X, run[f"metrics/{metric}"], label=label, **look)
+            axis.set(xlabel=words, ylabel=in_words(metric), title=kind, xlim=(0, None), ylim=(0, 1))
+        axes[-1].legend(frameon=False, loc="lower right")
     return figure
 
 

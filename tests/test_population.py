@@ -17,7 +17,6 @@ import ver_ppo
 from notebooks.extensions import population
 from notebooks.extensions.population import BOUNDS, Entry, evolve, mutate
 from tests.helpers import ROOT, free_port, one_line, same, saved, start, stop, wait_until
-from tests.takeovers import equal_policies
 
 EPISODES = population.EPISODES
 OPTIONS = {
@@ -149,6 +148,27 @@ def test_quorum():
             changed = [decide(own, everybody, size=size)[0] == "takes over" for own in everybody]
             assert sum(changed) == max(0, known - size + -(-3 * size // 10)), (size, known)
             assert known > max(2, size // 2) or not any(changed)
+
+
+def equal_policies(size, spread, populations, looks=10):
+    """The share of decisions to take over, although all policies are equal: all returns are drawn
+    from one normal distribution with mean 1 and the deviation `spread`. A score is the mean of the
+    last 100 episodes. It is computed `looks` times in the 100 episodes of an interval, and the best
+    one counts."""
+    rng = np.random.default_rng(0)
+    new = 100 // looks
+    found = []
+    for _ in range(populations):
+        returns = rng.normal(1.0, spread, (size, 200))
+        ends = range(100 + new, 201, new)
+        looked = np.stack([returns[:, end - 100 : end].mean(axis=1) for end in ends])
+        best = looked.max(axis=0)
+        entries = [Entry(member, 0, looked[-1, member], OPTIONS) for member in range(size)]
+        for own in entries:
+            others = [entry for entry in entries if entry is not own]
+            decision, _, _ = evolve(own, best[own.member], others, size, rng)
+            found.append(decision == "takes over")
+    return float(np.mean(found))
 
 
 def test_equal_policies():

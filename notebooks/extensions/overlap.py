@@ -5,7 +5,7 @@
 
 `overlap` collects the next rollout, with any --sampler, while the policy learns from this one
 (HTS-RL, Liu et al. 2020; VER appendix E). With `async`, environments never stop and fill
-trajectories of T steps (Sample Factory's APPO, Petrenko et al. 2020). In both, the data are older
+trajectories of T steps (Sample Factory's APPO, Petrenko et al. 2020). In both, steps can be older
 than the policy that learns, and V-trace (Espeholt et al. 2018) corrects the returns. With many
 GPUs, each rank overlaps. Use --preemption none there, because the collecting process cannot be told
 to stop early.
@@ -94,9 +94,9 @@ class Overlap(ver_ppo.Run):
 class CollectingProcess:
     """A collector in a process of its own, as `Run.collect` sees it.
 
-    The process fills one of two rollouts while the learner uses the other. Most of a rollout comes
-    from the policy of one update before. But the process acts with new weights as soon as they are
-    there, also in the middle of a rollout.
+    The process fills one of two rollouts while the learner uses the other. Until an update ends, it
+    acts with the weights from before it. Then it acts with the new ones, also in the middle of a
+    rollout. So the longer an update takes, the more of a rollout is one update old.
 
     Through the pipe, this process sends weights with their version, and None to ask for a rollout.
     The other process sends rollouts, or the error that ends the run. PyTorch moves tensors that are

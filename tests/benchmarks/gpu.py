@@ -3,7 +3,7 @@
     gpu.py measure                                    writes notebooks/results/gpu.json
     gpu.py measure --device cpu --more "--num-envs 4 --num-steps 8"     a dry run of the same code
 
-sps         steps per second of a training of --seconds, logging included, from the fifth update on
+sps         steps per second of a training of --steps, logging included, from the fifth update on
 collecting  share of the wall time in which kernels run on the GPU (torch's profiler), while VER
             collects one rollout
 learning    the same, while the policy learns from that rollout
@@ -13,8 +13,9 @@ log_prob    largest difference between the log-probabilities of acting (one step
 approx_kl   the KL divergence of that difference
 
 At the end, the default is trained for --total-timesteps and evaluated. If a measurement fails, the
-next one still runs, and the results so far are written after each. On a CPU, kernels, memory and
-bfloat16 are left out. tables.py makes the table.
+next one still runs, and the results so far are written after each. (The first programs on a new
+machine take up to 20 s to start.) On a CPU, kernels, memory and bfloat16 are left out. tables.py
+makes the table.
 """
 
 import functools
@@ -30,6 +31,8 @@ from notebooks.extensions import networks
 POINTNAV = "--env-id pointnav --env-kwargs simulator=builtin"
 VARIANTS = {
     "default": "",
+    "`--num-envs 128 --num-minibatches 8`": "--num-envs 128 --num-minibatches 8"
+    " --total-timesteps 163840",
     "`--extensions overlap`": "--extensions overlap",
     "`--extensions async`": "--extensions async",
     '`--extensions "inference(workers=2)"`': "--extensions 'inference(workers=2)'",
@@ -82,10 +85,11 @@ def compare_log_probs(policy, rollout):
     return {"log_prob": log_ratio.abs().max().item(), "approx_kl": kl.item()}
 
 
-def measure_rate(arguments, seconds, ranks):
-    """Steps per second of a training that lasts `seconds`, including its start."""
-    trained = harness.train(f"{arguments} --eval-episodes 0", seconds=seconds, ranks=ranks)
-    return {"sps": trained.rate()}
+def measure_rate(arguments, steps, ranks):
+    """Steps per second of a training, without the first four updates. Some arguments have a number
+    of steps of their own."""
+    line = f"--total-timesteps {steps} --eval-episodes 0 {arguments}"
+    return {"sps": harness.train(line, ranks=ranks).rate(4)}
 
 
 def learn_default(arguments, steps):
@@ -114,7 +118,7 @@ def measure(args):
         if "bf16" in more and not networks.computes_bf16(args.device):
             continue
         ranks = 1 if name == "one rank" else 0
-        rate = functools.partial(measure_rate, arguments, args.seconds, ranks)
+        rate = functools.partial(measure_rate, arguments, args.steps, ranks)
         found[name] = attempt(name, rate)
         if not ranks and "--extensions" not in more:  # they collect elsewhere
             inside = functools.partial(harness.apart, inspect, arguments)
@@ -128,7 +132,7 @@ if __name__ == "__main__":
     parser = harness.command_line(__doc__)
     parser.add_argument("what", choices=["measure"])
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--seconds", type=float, default=30, help="of each, starting included")
-    parser.add_argument("--total-timesteps", type=int, default=300_000, help="of the last one")
+    parser.add_argument("--steps", type=int, default=40_960, help="of each training")
+    parser.add_argument("--total-timesteps", type=int, default=200_000, help="of the last one")
     parser.add_argument("--more", default="", help="more arguments of all trainings")
     measure(parser.parse_args())

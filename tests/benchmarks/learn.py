@@ -1,6 +1,6 @@
 """Measure what ver_ppo.py learns.
 
-    learn.py tasks [TASK ...] [--seeds 1 2 3]     the README's first table; two hours on two cores
+    learn.py tasks [TASK ...] [--seeds 1 2 3]     what the defaults learn; two hours on two cores
     learn.py published [TASK ...] [--jobs 2]      tasks with published results; five hours
     learn.py minutes [--samplers sync ver]        success over minutes and over steps in a slow,
                                                   uneven simulator (VER figures 4 and 5): samplers
@@ -13,8 +13,8 @@
                                                   (VER section 6); half an hour
     learn.py populations [--trials 4]             whether a population finds a good learning rate;
                                                   30 minutes
-    learn.py equal                                how often a member of a population copies another
-                                                  one that is only equally good
+    learn.py duels --folder F                     games won against earlier copies of oneself
+                                                  (Sample Factory section 4.3); half an hour
 
 FILE is the checkpoint.pt of a run of `pointnav`. Runs in --folder are not repeated, nor are runs of
 minutes and transfer that are in the results. Every run is a training by its command line.
@@ -44,8 +44,7 @@ import numpy as np
 from harness import ver_ppo
 
 from notebooks import draw
-from notebooks.extensions import chain, play
-from tests.takeovers import equal_policies
+from notebooks.extensions import chain, play, selfplay
 
 # ------------------------------------------------------------------------------ Tasks, and others'
 
@@ -387,7 +386,6 @@ def run_far(args, seed):
 
 MEMBERS = 4
 TUNED_SEEDS = 8
-SPREADS = 0.1, 0.2, 0.5, 1.0, 2.0  # standard deviations of returns whose mean is 1
 OF_BOTH = "--num-envs 16 --num-workers 0 --learner-threads 1 --eval-episodes 100 --greedy"
 OF_CARTPOLE = "--num-steps 128 --num-minibatches 4"
 OF_CUE = "--num-steps 64 --gae-lambda 1 --hidden-size 32 --update-epochs 4 --num-minibatches 2"
@@ -448,14 +446,20 @@ def populations(args):
         harness.keep(args, f"evolution-{name}", tuned=tuned, trials=trials)
 
 
-def equal(args):
-    """The shares of takeovers among equal policies: size of the population -> spread -> share."""
+# ------------------------------------------------------------------------------------------ Duels
+
+
+def duels(args):
+    """Train each seed by self-play, one at a time. Keep the share of games that the last policy
+    wins against the snapshots of 0, 25, 50 and 75 % of its steps (a draw counts half)."""
+    line = f"--env-id duel --extensions selfplay --total-timesteps {args.steps or 1_000_000}"
     found = {}
-    for size in (4, 8, 16):
-        shares = [equal_policies(size, spread, 10_000 // size) for spread in SPREADS]
-        found[size] = dict(zip(SPREADS, shares))
-        print(size, found[size], flush=True)
-    harness.keep(args, "equal", found=found)
+    for seed in args.seeds:
+        trained = harness.train_once(f"{line} --seed {seed}", args.folder / "duel" / str(seed))
+        won = selfplay.tournament(selfplay.Options(trained.folder, eval_episodes=args.episodes))
+        found[seed] = {str(step): round(share, 3) for step, share in won.items()}
+        print(seed, found[seed], flush=True)
+    harness.keep(args, "duels", found=found, episodes=args.episodes)
 
 
 BENCHMARKS = {
@@ -466,7 +470,7 @@ BENCHMARKS = {
     "transfer": transfer,
     "skills": skills,
     "populations": populations,
-    "equal": equal,
+    "duels": duels,
 }
 
 if __name__ == "__main__":
@@ -477,14 +481,15 @@ if __name__ == "__main__":
     how = {"choices": harness.SAMPLERS, "default": harness.COMPARED}
     parser.add_argument("--samplers", nargs="+", **how)
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
-    parser.add_argument("--folder", type=Path, help="skills: where runs stay")
+    parser.add_argument("--folder", type=Path, help="skills, duels: where runs stay")
     parser.add_argument("--checkpoint", type=Path, help="transfer, skills: of a run of `pointnav`")
     parser.add_argument("--trials", type=int, default=4, help="of populations")
-    parser.add_argument("--episodes", type=int, default=100, help="skills: of each chain")
+    of_each = "skills: of each chain; duels: of each pair"
+    parser.add_argument("--episodes", type=int, default=100, help=of_each)
     parser.add_argument("--steps", type=int, help="in place of the benchmark's own number")
     parser.add_argument("--more", default="", help="more arguments for tasks, transfer and skills")
     args = parser.parse_args()
-    if args.what == "skills" and not args.folder:
+    if args.what in ("skills", "duels") and not args.folder:
         parser.error("give --folder")
     if args.what in ("transfer", "skills"):
         if not args.checkpoint:

@@ -2,9 +2,6 @@
 idle machine.
 
     speed.py samplers                     every sampler (table 1 of the VER paper); an hour
-    speed.py feed-forward                 with the LSTM and without (table A2); 15 minutes
-    speed.py latency --checkpoint FILE    the share of the rate that 16 sleeping simulators allow; a
-                                          minute
     speed.py uneven                       collecting for uneven simulators: `nover` and `ver` beside
                                           `sync`, computed and, in three cells, run; 20 minutes
     speed.py parts                        where the time of a step goes on four simulators, with the
@@ -20,9 +17,9 @@ idle machine.
                                           the ver_ppo.py of several folders, alternating
 
 There are 16 environments, T = 128 and 4 mini-batches. The learning rate is close to 0, so that
-episodes keep their length. FILE is the checkpoint.pt of a run of `pointnav`. In each round, every
-variant runs once, in a process of its own. Its rate counts from the end of the fifth update to the
-end of the last one, including learning and logging. The workloads of `samplers`:
+episodes keep their length. In each round, every variant runs once, in a process of its own. Its
+rate counts from the end of the fifth update to the end of the last one, including learning and
+logging. The workloads of `samplers`:
 
 a  rearrangement: 16 simulators that sleep 20 ms a step, as unevenly as the paper's. `sync` keeps
    0.39 of its rate with even simulators, and `nover` reaches 1 / 1.31 of `ver`
@@ -34,12 +31,6 @@ d  CartPole-v1, with --num-workers 0, which suits cheap environments, and with w
 sleep 50 ms a step on average, as the wrapper `latency` says. For five seeds and each pair of
 spreads, the rates are computed: the shipped collector runs under a virtual clock, where only sleeps
 take time. For two seeds and three pairs, CartPole also runs with the same sleeps.
-
-The bound of a workload is 1 / (c + l), and with overlap 1 / max(c, l). c is the seconds per step
-for collecting and l for learning, the fastest of the round. In a and b, c is the mean time of a
-simulator's step in `ver`, including sleep, / 16. In c and d, it is environment / environments that
-are computed at once + policy, each measured alone in every round. With overlap, all parts share the
-cores, so a step takes at least (environment + policy + learning on one thread) / cores.
 
 `habitat` needs habitat-baselines in this Python. FOLDER has datasets/pointnav/SCENE/v1 and
 scene_datasets. There are 4 environments, 128 x 128 depth, T = 32 and a hidden size of 512. The
@@ -110,46 +101,9 @@ def samplers(args):
         for name, arguments in options.items():
             total = f"--total-timesteps {steps}"
             variants[name] = functools.partial(measure, f"{arguments} {total}")
-        if not sleeps:
-            variants["parts"] = functools.partial(harness.apart, measure_alone, flags, NUM_ENVS)
         rounds = harness.by_turns(variants, args.rounds)
-        for results in rounds:
-            workers = int(re.search(r"--num-workers (\d+)", own)[1])
-            add_bounds(results, min(CORES, max(1, workers)))
         found[workload] = {"options": options, "rounds": rounds}
         harness.keep(args, "samplers", found={"workloads": found})
-
-
-def add_bounds(results, at_once):
-    """Add each run's bound. `at_once` environments are computed at the same time."""
-    runs = {name: found for name, found in results.items() if name != "parts"}
-    learning_sec = min(found["learning_sec"] for found in runs.values())
-    parts = results.get("parts")
-    for name, found in runs.items():
-        simulators = found if name.endswith("without spread") else results["ver"]
-        collecting_sec = simulators["env_sec"] / NUM_ENVS
-        core_sec = 0.0
-        if parts:
-            collecting_sec = parts["env_sec"] / at_once + parts["forward_sec"]
-            core_sec = parts["env_sec"] + parts["forward_sec"] + parts["learn_one_thread_sec"]
-            core_sec /= CORES
-        sec = collecting_sec + learning_sec
-        if name.endswith(("overlap", "async")):
-            sec = max(collecting_sec, learning_sec, core_sec)
-        found["bound"] = 1 / sec
-
-
-def feed_forward(args):
-    """Measure four samplers on PointNav, with the LSTM and without."""
-    variants = {}
-    for end, more in {"": "", " feed-forward": "--lstm-layers 0"}.items():
-        for mode in ("sync", "nover", "ver", "ver+overlap"):
-            flags = f"{STILL} {WORKLOADS['c pointnav']} {SAMPLERS[mode]} {more}"
-            flags += f" --total-timesteps {4 * args.rollouts * ROLLOUT_STEPS}"
-            variants[mode + end] = functools.partial(measure, flags)
-    rounds = harness.by_turns(variants, args.rounds)
-    found = {"workloads": {"c pointnav": {"rounds": rounds}}}
-    harness.keep(args, "feed-forward", found=found)
 
 
 # ----------------------------------------------------------------------------------- Parts, alone
@@ -158,8 +112,7 @@ def feed_forward(args):
 def measure_alone(arguments, batch, workers=0):
     """Measure the parts of training alone in this process, in seconds per step: `env` on one core
     (or in worker processes, for simulators that sleep), `forward` in batches of this size, `learn`
-    on all cores and on one core. `arrange` is the seconds for packing one rollout's
-    mini-batches."""
+    on all cores. `arrange` is the seconds for packing one rollout's mini-batches."""
     for index in range(pointnav.NUM_PLANS["train"]):
         pointnav.floor_plan("train", index)  # made once in a training, so not a part of a step
     with harness.collecting(f"{arguments} --num-workers {workers}") as run:
@@ -168,9 +121,8 @@ def measure_alone(arguments, batch, workers=0):
         learn = functools.partial(harness.learn, run, rollout)
         found = {"env_sec": float(rollout["step_sec"].mean())}
         found["forward_sec"] = time_forward(run.policy, rollout, batch)
-        for name, threads in {"learn_one_thread_sec": 1, "learn_sec": CORES}.items():
-            torch.set_num_threads(threads)
-            found[name] = time_calls(3, learn) / rollout.rows
+        torch.set_num_threads(CORES)
+        found["learn_sec"] = time_calls(3, learn) / rollout.rows
         found["arrange_sec"] = time_calls(1, lambda: arrange(rollout, run.options))
     return found
 
@@ -275,24 +227,6 @@ def inference(args):
         print(kind, flush=True)
         found[kind] = harness.by_turns(variants, args.rounds)
         harness.keep(args, "inference", found=found)
-
-
-def latency(args):
-    """Steps per second of collecting as a share of what sleeping alone allows: the sum over
-    environments of 1 / mean time of a step. Each has a process of its own."""
-    flags = f"{COMMON} --env-id pointnav --num-workers 16 --wrappers '{SLEEPS}'"
-    shares = []
-    with harness.collecting(flags, args.checkpoint) as run:
-        for _ in range(args.rounds + 1):
-            rollout = run.collect()
-            rate = rollout.rows / (rollout.ended_at - rollout.started_at)
-            # the sleeps themselves are measured, inside the workers, in the steps of this rollout
-            steps_N = np.bincount(rollout["env"])
-            sec_N = np.bincount(rollout["env"], rollout["step_sec"])
-            bound = (steps_N / sec_N).sum()
-            print(f"{rate:.0f} steps/s of {bound:.0f} = {rate / bound:.3f}", flush=True)
-            shares.append(rate / bound)
-    harness.keep(args, "latency", found={"share_of_bound": shares[1:]})  # one warms up
 
 
 # --------------------------------------------------------------------------- Uneven environments
@@ -476,8 +410,6 @@ def measure_theirs(policy, steps, task):
 
 BENCHMARKS = {
     "samplers": samplers,
-    "feed-forward": feed_forward,
-    "latency": latency,
     "uneven": uneven,
     "parts": parts,
     "inference": inference,
@@ -493,7 +425,6 @@ if __name__ == "__main__":
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rollouts", type=int, default=10, help=of_run)
     parser.add_argument("--workloads", nargs="+", choices="abcd", default=list("abcd"))
-    parser.add_argument("--checkpoint", type=os.path.abspath, help="of a run of `pointnav`")
     timed = "workers, versions: of a run"
     parser.add_argument("--seconds", type=float, default=20.0, help=timed)
     parser.add_argument("--variant", action="append", help="versions: folder and arguments")
@@ -501,7 +432,7 @@ if __name__ == "__main__":
     parser.add_argument("--scene", default="rooms_s", help="habitat")
     parser.add_argument("--steps", type=int, default=12_000, help="habitat: of a run")
     args = parser.parse_args()
-    for what, needed in {"latency": "checkpoint", "versions": "variant", "habitat": "data"}.items():
+    for what, needed in {"versions": "variant", "habitat": "data"}.items():
         if args.what == what and not getattr(args, needed):
             parser.error(f"give --{needed}")
     BENCHMARKS[args.what](args)

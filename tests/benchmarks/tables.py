@@ -81,23 +81,31 @@ def measured_at(tasks):
     return f"Measured: {'; '.join(words)}."
 
 
-def tasks_table():
-    """The README's table."""
+IN_README = "pointnav", "pointnav-blind", "cartpole", "lunarlander", "hopper", "doorkey", "memory"
+
+
+def tasks_table(names):
+    """What was learned of these tasks."""
     rows = []
-    for name, task in learn.TASKS.items():
+    for name in names:
+        task = learn.TASKS[name]
         shown = ["success", "spl"] if task.env_id == "pointnav" else ["return"]
         rows.append([task.described, *found_cells(name, shown)])
-    lines = table(["task", "seeds", "evaluation: mean (lowest to highest)"], rows)
-    commands_are = "[these commands](notebooks/MEASURED.md#commands-of-the-readmes-first-table)"
-    footer = f"200 episodes for each seed, by {commands_are}."
-    return [*lines, "", footer]
+    return table(["task", "seeds", "evaluation: mean (lowest to highest)"], rows)
+
+
+def readme_table():
+    """The README's table."""
+    here = "[these commands](notebooks/MEASURED.md#what-the-defaults-learn)"
+    footer = f"200 episodes for each seed, by {here}, where six more tasks are."
+    return [*tasks_table(IN_README), "", footer]
 
 
 DEFAULT_STEPS = " --total-timesteps 2000000"  # need not be given
 
 
 def commands():
-    """The commands of the first table, and where they were run."""
+    """The commands of these tables, and where they were run."""
     lines = []
     for task in learn.TASKS:
         found = draw.load_result(task)
@@ -122,21 +130,22 @@ def published_table():
 
 
 def minutes_table(kept):
-    """Minutes and steps to each success, for every sampler: mean and range of the seeds."""
+    """For both kinds of simulators and every sampler: speed, weighted speed, and minutes and steps
+    to a success. Mean and range of the seeds."""
     rows = []
-    for sampler, runs in kept["runs"].items():
-        columns = {"steps/s": [run["steps"][-1] / run["seconds"][-1] for run in runs]}
-        for over, unit, words in (("seconds", 60, "minutes"), ("steps", 1000, "thousand steps")):
-            for height in (0.5, 0.8):
-                name = f"{words} to success {height}"
-                columns[name] = []
-                for run in runs:
-                    reached_at = draw.first_reached(run[over], run["metrics/success"], height)
-                    columns[name].append(reached_at / unit)
-        digits = {name: int(name.startswith("minutes")) for name in columns}
-        cells = [mean_and_range(values, digits[name]) for name, values in columns.items()]
-        rows.append([f"`{sampler}`", str(len(runs)), *cells])
-    return table(["", "seeds", *columns], rows)
+    for how, samplers in kept["found"].items():
+        for sampler, runs in samplers.items():
+            sps = [run["steps"][-1] / run["seconds"][-1] for run in runs]
+            weights = [np.mean(run["ver/importance_weight"]) for run in runs]
+            cells = [mean_and_range(sps, 0), mean_and_range(np.multiply(sps, weights), 0)]
+            for over, unit, digits in (("seconds", 60, 1), ("steps", 1000, 0)):
+                for height in (0.5, 0.8):
+                    curves = [(run[over], run["metrics/success"]) for run in runs]
+                    reached = [draw.first_reached(*curve, height) / unit for curve in curves]
+                    cells.append(mean_and_range(reached, digits))
+            rows.append([how, f"`{sampler}`", str(len(runs)), *cells])
+    heads = ["minutes to 0.5", "to 0.8", "thousand steps to 0.5", "to 0.8"]
+    return table(["simulators", "", "seeds", "steps/s", "weighted", *heads], rows)
 
 
 def starts_table(kept):
@@ -159,36 +168,6 @@ def transfer_table(kept):
         rows.append(row)
     head = [f"{task}: {what}" for task, what in learn.TRANSFER_TASKS.items()]
     return table(["", *head], rows)
-
-
-def chain_table(kept):
-    """Success on each skill's own task, and after every stage of the chain."""
-    rows = []
-    for how, suffix in learn.CHAINS.items():
-        skills = [list(kept["own"][name + suffix].values()) for name in ("Pick", "Place")]
-        own = [mean_and_range(values, 2) for values in skills]
-        stages = [mean_and_range(stage, 2) for stage in zip(*kept["chains"][how])]
-        if len(stages) == 2:
-            own = ["", ""]  # as above
-            stages = ["–", stages[0], "–", stages[1]]
-        rows.append([how, *own, *stages])
-    head = ["", "Pick, own task", "Place, own task", "Navigate", "Pick", "Navigate", "Place"]
-    return table(head, rows)
-
-
-def far_table(kept):
-    """Success of Pick for each starting distance."""
-    head = [f"{low:g}–{high:g} m" for low, high in kept["far_m"]]
-    cells = [mean_and_range(values, 2) for values in zip(*kept["far"])]
-    return table(["", *head], [["Pick with base", *cells]])
-
-
-def equal_table(kept):
-    """Shares of takeovers."""
-    rows = []
-    for size, shares in kept["found"].items():
-        rows.append([size, *(f"{100 * share:.2g} %" for share in shares.values())])
-    return table(["members", *shares], rows)
 
 
 def populations_table(*both):
@@ -217,20 +196,17 @@ def populations_table(*both):
 
 
 def samplers_table(kept):
-    """Steps per second of every sampler, as a ratio to lock-step and as a share of the bound."""
+    """Steps per second of every sampler, and the ratio to lock-step."""
     rows = []
     for workload, measured in kept["found"]["workloads"].items():
         sps = []
         over_sync = []
-        shares = []
         for mode in SAMPLERS:
             found = [(results[mode], results["sync"]["sps"]) for results in measured["rounds"]]
             sps.append(spread([own["sps"] for own, _ in found]))
             over_sync.append(spread([own["sps"] / sync for own, sync in found], 2))
-            shares.append(spread([own["sps"] / own["bound"] for own, _ in found], 2))
         rows.append([f"{workload}: steps/s", *sps])
         rows.append([f"{workload}: ratio to `sync`", *over_sync])
-        rows.append([f"{workload}: share of its bound", *shares])
     return table(["", *in_code(SAMPLERS)], rows)
 
 
@@ -250,30 +226,6 @@ def uneven_table(kept):
         rows.append(row)
     head = ["`between`", "`spread`", "`nover`", "`ver`", "`ver`, weighted"]
     return table([*head, "`nover`, run (computed)", "`ver`, run (computed)"], rows)
-
-
-def feed_forward_table(kept):
-    """Steps per second with the LSTM and without, in the same rounds."""
-    (measured,) = kept["found"]["workloads"].values()
-    rows = []
-    for mode in (mode for mode in SAMPLERS if mode in measured["rounds"][0]):
-        sps = []
-        over_sync = []
-        for end in ("", " feed-forward"):  # of the name of the mode
-            own = np.array([results[mode + end]["sps"] for results in measured["rounds"]])
-            sps.append(spread(own))
-            sync = [results["sync" + end]["sps"] for results in measured["rounds"]]
-            over_sync.append(spread(own / sync, 2))
-        rows.append([f"`{mode}`", *sps, *over_sync])
-    head = ["steps/s with the LSTM", "without", "ratio to `sync` with the LSTM", "without"]
-    return table(["", *head], rows)
-
-
-def latency_table(kept):
-    """The share of the rate that the simulators' sleeping allows."""
-    head = ["simulators that sleep 20 ms a step", "share of what the sleeping allows"]
-    share = spread(kept["found"]["share_of_bound"], 3)
-    return table(head, [["16, with pointnav's network", share]])
 
 
 PARTS = {  # words, digits
@@ -383,8 +335,7 @@ def with_footer(make, *names):
     every = [draw.load_result(name) for name in names]
     files = {}
     for name, kept in zip(names, every):
-        where = f"By `{kept['command']}` at commit {kept['commit']}, {kept['date']}, on "
-        where += f"{kept['machine']}, Python {kept['python']}"
+        where = f"By `{kept['command']}`"
         files.setdefault(where, []).append(f"results/{name}.json")
     footer = " ".join(f"{where} ({' and '.join(found)})." for where, found in files.items())
     return [*make(*every), "", footer]
@@ -394,13 +345,8 @@ OF_FILES = {  # name: what makes the table, of which files
     "minutes": (minutes_table, "minutes"),
     "starts": (starts_table, "starts"),
     "transfer": (transfer_table, "transfer"),
-    "chain": (chain_table, "rearrange"),
-    "far": (far_table, "rearrange"),
-    "equal": (equal_table, "equal"),
     "evolution": (populations_table, *(f"evolution-{task}" for task in learn.POPULATIONS)),
     "samplers": (samplers_table, "samplers"),
-    "feed-forward": (feed_forward_table, "feed-forward"),
-    "latency": (latency_table, "latency"),
     "parts": (parts_table, "parts"),
     "ranks": (ranks_table, "ranks"),
     "scaling": (scaling_table, "scaling"),
@@ -412,7 +358,12 @@ OF_FILES = {  # name: what makes the table, of which files
 for name, make in {"gpu": gpu_table, "uneven": uneven_table}.items():
     if (draw.RESULTS / f"{name}.json").exists():  # not measured everywhere
         OF_FILES[name] = (make, name)
-LEARNED = {"learned": tasks_table, "commands": commands, "published": published_table}
+LEARNED = {
+    "learned": readme_table,
+    "learned-more": lambda: tasks_table([task for task in learn.TASKS if task not in IN_README]),
+    "commands": commands,
+    "published": published_table,
+}
 
 
 def make_table(name):
@@ -480,7 +431,7 @@ def draw_pictures():
         "scaling": draw.scaling_curves(draw.load_result("scaling")["found"]),
         "transfer": draw.transfer_curves(transfer, learn.TRANSFER_TASKS),
         "chain": draw.chain_and_distance(draw.load_result("rearrange")),
-        "minutes": draw.minutes_curves(draw.load_result("minutes")["runs"]),
+        "minutes": draw.minutes_curves(draw.load_result("minutes")["found"]),
         "population": draw.evolution(decisions),
     }
     for name, figure in figures.items():
