@@ -317,7 +317,6 @@ FEWER_STEPS = {  # of training in these notebooks, where their checks do not ask
         "MEAN_SEC = 0.012": "MEAN_SEC = 0.004",
     },
     "06_optimal_preemption": {
-        "SEEDS = range(4)": "SEEDS = range(1)",
         "--total-timesteps 800": "--total-timesteps 500",
     },
     "08_language_models": {"range(30)": "range(3)"},
@@ -758,7 +757,7 @@ def test_legends_in_grey():
         "compare_samplers": draw.compare_samplers(seconds_NK, 4, 2, 0.05, 1.0),
         "scaling_curves": draw.scaling_curves(draw.load_result("scaling")["found"]),
         "learning_curves": draw.learning_curves(learned),
-        "minutes_curves": draw.minutes_curves(draw.load_result("minutes")["runs"]),
+        "minutes_curves": draw.minutes_curves(draw.load_result("minutes")["found"]),
         "transfer_curves": draw.transfer_curves(transfer, dict.fromkeys(transfer, "return")),
         "evolution": draw.evolution(decisions),
         "chain_view": draw.chain_and_distance(draw.load_result("rearrange")),
