@@ -244,7 +244,7 @@ def sleeps(seed, num_envs, between, spread):
     sec_NK = np.empty((num_envs, 6000))
     for e in range(num_envs):
         env = Latency(gym.Env(), MEAN_MS, spread, between)
-        env.reset(seed=ver_ppo.derive_seed(False, seed, e, 0))
+        env.reset(seed=ver_ppo.derive_seed(False, seed, e, 1))
         sec_NK[e] = [env.own_sec * env.draw(spread) for _ in sec_NK[e]]
     return sec_NK
 
