@@ -44,8 +44,8 @@ class Duel(gym.Env):
     End            a hit terminates, and the 300th step truncates
 
     The robots begin where they can see each other, and look anywhere. A shot hits if the other
-    robot is seen within 10 degrees. `won` is 1, or 0 for a lost game, or
-    1/2 if both hit or nobody does.
+    robot is seen within 10 degrees. `won` is 1, or 0 for a lost game, or 1/2 if both hit or nobody
+    does.
     """
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 10, "metrics": ("won",)}
@@ -104,8 +104,7 @@ class Duel(gym.Env):
 
     def hits(self, robot, other):
         """Whether this robot hits the other one in this step."""
-        _, bearing = self.see(robot, other)
-        return bool(robot.fired and abs(bearing) <= AIM_RAD)
+        return bool(robot.fired) and abs(self.see(robot, other)[1]) <= AIM_RAD
 
     def see(self, robot, other):
         """Distance in m and bearing in -pi..pi of the other robot, infinite if a wall hides it."""
@@ -116,7 +115,7 @@ class Duel(gym.Env):
         return distance, math.remainder(math.atan2(dy, dx) - robot.heading, 2 * math.pi)
 
     def observe(self, robot, other):
-        """What a robot observes."""
+        """The observation of a robot."""
         angle_R = robot.heading + self.angle_R
         ray_R2 = np.stack([np.cos(angle_R), np.sin(angle_R)], axis=1)
         wall_m_R, _ = ray_boxes(robot.position, ray_R2, self.plan.boxes_K4)

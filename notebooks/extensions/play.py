@@ -36,10 +36,14 @@ def saved_options(path, trust=False):
 def load_policy(folder, trust=False):
     """The policy and the options of a run, on the CPU. With `trust`, the run may name any code.
     Raises UserError."""
-    path = Path(folder) / "checkpoint.pt"
-    options = replace(saved_options(path, trust), device="cpu")
-    _, policy = ver_ppo.load_policy(options, path)
+    _, policy, options = load_saved(Path(folder) / "checkpoint.pt", trust)
     return policy, options
+
+
+def load_saved(path, trust=False):
+    """The Spec, the policy and the options of a checkpoint. As `load_policy`."""
+    options = replace(saved_options(path, trust), device="cpu")
+    return *ver_ppo.load_policy(options, path), options
 
 
 class Skill:
@@ -139,8 +143,9 @@ def write_film(path, pictures):
     first.save(path, save_all=True, append_images=images, duration=1000 // FRAMES_SEC, loop=0)
 
 
-def film(options):
-    """Write the films. Returns their paths. Raises UserError."""
+def film(options, wrappers=()):
+    """Write the films, with these wrappers around the run's own. Returns their paths. Raises
+    UserError."""
     if options.episodes < 1:
         raise ver_ppo.UserError(f"--episodes {options.episodes}: must be 1 or more")
     if options.film.suffix not in (".gif", ".mp4"):
@@ -148,7 +153,8 @@ def film(options):
     path = options.film.absolute()  # an environment may change the current folder
     policy, run_options = load_policy(options.run, options.trust)
     env_kwargs = (*run_options.env_kwargs, "render_mode=rgb_array", *options.env_kwargs)
-    run_options = replace(run_options, env_kwargs=env_kwargs)
+    wrappers = (*run_options.wrappers, *wrappers)
+    run_options = replace(run_options, env_kwargs=env_kwargs, wrappers=wrappers)
     env = ver_ppo.make_env(run_options, "val")
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)

@@ -20,19 +20,16 @@ snapshots of 0, 25, 50 and 75 % of its steps. The evaluation at the end of the r
 opponent that acts at random.
 """
 
-import contextlib
 import functools
-import itertools
 import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import gymnasium as gym
-import torch
 import tyro
 
 import ver_ppo
-from notebooks.extensions.play import Agent, frames, load_policy, saved_options, write_film
+from notebooks.extensions import play
 
 
 def snapshots(place):
@@ -50,9 +47,8 @@ def step_of(path):
 
 @functools.lru_cache(maxsize=32)
 def load_snapshot(path, trust):
-    """The policy of a snapshot, on the CPU."""
-    options = replace(saved_options(path, trust), device="cpu")
-    _, policy = ver_ppo.load_policy(options, path)
+    """Load the policy of a snapshot, on the CPU."""
+    _, policy, _ = play.load_saved(path, trust)
     return policy
 
 
@@ -71,7 +67,7 @@ class Against(gym.Wrapper):
         observation, info = self.env.reset(**arguments)
         paths = snapshots(self.place)[-self.keep :]
         path = paths[self.np_random.integers(len(paths))]
-        self.unwrapped.opponent = Agent(load_snapshot(path, self.trust), self.env)
+        self.unwrapped.opponent = play.Agent(load_snapshot(path, self.trust), self.env)
         return observation, info
 
 
@@ -121,7 +117,7 @@ class SelfPlay(ver_ppo.Run):
         self.write_snapshot(path, self.policy.state_dict())
 
     def write_snapshot(self, path, weights):
-        """Write weights as a checkpoint of this run, without what is needed to continue it."""
+        """Write weights as a checkpoint of this run that cannot be continued."""
         content = {"format": ver_ppo.CHECKPOINT_FORMAT, "policy": weights}
         content |= {"options": asdict(self.options), "spec": asdict(self.spec)}
         ver_ppo.write_checkpoint(content, path)
@@ -140,9 +136,9 @@ class Options:
 def tournament(options):
     """Play. Returns the share of games won (a draw counts half) by the snapshot's steps. Raises
     UserError."""
-    policy, run_options = load_policy(options.run, options.trust)
+    checkpoint = options.run / "checkpoint.pt"
+    spec, policy, run_options = play.load_saved(checkpoint, options.trust)
     run_options = replace(run_options, eval_episodes=options.eval_episodes)
-    spec = ver_ppo.Spec(**ver_ppo.load_checkpoint(options.run / "checkpoint.pt")["spec"])
     paths = snapshots(options.run.absolute() / "snapshots")
     if not paths:
         raise ver_ppo.UserError(f"{options.run} has no snapshots")
@@ -154,12 +150,7 @@ def tournament(options):
         print(f"against the snapshot of step {step_of(path):,}: ", end="", flush=True)
         won[step_of(path)] = ver_ppo.report_evaluation(policy, spec, against)["won"]
     if options.film:
-        kwargs = (*against.env_kwargs, "render_mode=rgb_array")
-        env = ver_ppo.make_env(replace(against, env_kwargs=kwargs), "val")
-        torch.manual_seed(0)
-        games = [frames(env, policy, False, game, {}) for game in range(3)]
-        with contextlib.closing(env):
-            write_film(options.film, itertools.chain.from_iterable(games))
+        play.film(play.Options(options.run, options.film, trust=options.trust), (wrapper,))
     return won
 
 

@@ -19,8 +19,7 @@
 FILE is the checkpoint.pt of a run of `pointnav`. Runs in --folder are not repeated, nor are runs of
 minutes and transfer that are in the results. Every run is a training by its command line.
 
-tasks, published    Keeps the evaluations and the curves. For PointNav, the finished policy also
-                    plays 300 validation episodes, the same for all. Some tasks need
+tasks, published    Keeps the evaluations and the curves. Some tasks need
                     `pip install "gymnasium[box2d,mujoco]" minigrid popgym`.
 minutes             PointNav with steps that also sleep, 20 ms on average, and default options:
                     as uneven as the paper's simulators, and more uneven. A run ends when 90 of the
@@ -163,7 +162,6 @@ PUBLISHED = {
 }
 CURVES = "charts/episodic_return", "charts/episodic_length"
 CURVES += "metrics/success", "metrics/spl", "metrics/distance_to_goal"
-EPISODES = 300
 
 
 def learn_tasks(args, tasks):
@@ -180,26 +178,8 @@ def learn_task(arguments, seed):
     """Train once, and return the results to keep."""
     with tempfile.TemporaryDirectory() as runs_dir:
         trained = harness.train(f"{arguments} --seed {seed}", runs_dir)
-        kept = {"seed": seed, "minutes": round(trained.seconds / 60, 2)}
-        kept |= {"evaluation": trained.evaluation, "curves": trained.thin(CURVES)}
-        if "metrics/spl" in trained.curves:
-            kept["episodes"] = harness.apart(play_episodes, trained.folder)
-    return kept
-
-
-def play_episodes(folder):
-    """Validation episodes of the finished policy: geodesic distance from start to goal, success and
-    SPL of each."""
-    draw.setup()  # one thread: the policy sees one observation at a time
-    policy, options = play.load_policy(folder, trust=True)
-    env = ver_ppo.make_env(options, "val")
-    episodes = {"geodesic": [], "success": [], "spl": []}
-    for episode in range(EPISODES):
-        *_, last = play.play(policy, env, ver_ppo.derive_seed(1, 0, 0, episode))
-        episodes["geodesic"].append(round(float(last.start_geodesic), 3))
-        for name in ("success", "spl"):
-            episodes[name].append(round(float(last.info[name]), 3))
-    return episodes
+        found = {"seed": seed, "minutes": round(trained.seconds / 60, 2)}
+        return found | {"evaluation": trained.evaluation, "curves": trained.thin(CURVES)}
 
 
 # ------------------------------------------------------------------------ What a minute teaches

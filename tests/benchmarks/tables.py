@@ -354,10 +354,9 @@ OF_FILES = {  # name: what makes the table, of which files
     "peers-computes": (peers_table, "peers-computes"),
     "peers-sleeps": (peers_table, "peers-sleeps"),
     "habitat": (habitat_table, "habitat"),
+    "gpu": (gpu_table, "gpu"),
+    "uneven": (uneven_table, "uneven"),
 }
-for name, make in {"gpu": gpu_table, "uneven": uneven_table}.items():
-    if (draw.RESULTS / f"{name}.json").exists():  # not measured everywhere
-        OF_FILES[name] = (make, name)
 LEARNED = {
     "learned": readme_table,
     "learned-more": lambda: tasks_table([task for task in learn.TASKS if task not in IN_README]),
