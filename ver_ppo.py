@@ -2388,6 +2388,7 @@ ALIASES = {
     "overlap": "notebooks.extensions.overlap:Overlap",
     "async": "notebooks.extensions.overlap:Async",
     "inference": "notebooks.extensions.inference:Inference",
+    "graphs": "notebooks.extensions.graphs:Graphs",
     "keep": "notebooks.extensions.series:Keep",
     "evaluate": "notebooks.extensions.series:Evaluate",
     "selfplay": "notebooks.extensions.selfplay:SelfPlay",

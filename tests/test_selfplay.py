@@ -9,9 +9,9 @@ from gymnasium.utils.env_checker import check_env
 
 import ver_ppo
 from notebooks.environments import duel
-from notebooks.extensions import selfplay
+from notebooks.extensions import population, selfplay
 from notebooks.extensions.play import Agent
-from tests.helpers import one_line, run_folders, run_here, same, saved, small
+from tests.helpers import SMALL, one_line, run_folders, run_here, same, saved, small
 
 LINE = "--env-id duel --num-workers 0 --total-timesteps 320"
 SELFPLAY = ["--extensions", "selfplay(every=128, keep=2)"]
@@ -195,6 +195,20 @@ def test_runs_that_play_each_other(tmp_path):
     assert steps(share) == [0, 128, 128, 256, 256]
     runs = {path.stem.partition("-")[2] for path in selfplay.snapshots(share)}
     assert len(runs) == 2
+
+
+def test_members_of_a_population(tmp_path):
+    """Members of a population play each other."""
+    share = tmp_path / "snapshots"
+    for member in "01":
+        line = f"{LINE} --population {tmp_path} --population-size 3 --member {member}"
+        line += " --preemption none --evolve-interval 128"
+        args = [*SMALL.split(), *line.split()]
+        assert population.main([*args, "--extensions", f"selfplay(every=128, share={share})"]) == 0
+    assert steps(share) == [0, 128, 128, 256, 256]
+    names = {path.stem.partition("-")[2] for path in selfplay.snapshots(share)}
+    assert names == {path.parent.name for path in tmp_path.glob("?/*/checkpoint.pt")}
+    assert len(names) == 2
 
 
 def test_a_strangers_snapshots(tmp_path):

@@ -9,10 +9,10 @@ every 50,000 steps: `selfplay(every=50000, keep=10)`. In each episode, the oppon
 newest 10 snapshots, drawn at random. It acts inside the environment, in the worker process, with a
 memory of its own. So it does not change how experience is collected, and only the agent's own steps
 are learned from. Runs with the same `share` play each other, such as the members of a population
-(one command for each member, --member 0, 1, 2):
+(one command for each member, --member 0, 1, 2 and 3):
 
     python -m notebooks.extensions.population --env-id duel --population runs/duels --member 0
-        --extensions "selfplay(share=runs/duels/snapshots)"
+        --preemption none --extensions "selfplay(share=runs/duels/snapshots)"
 
 The environment must have an attribute `opponent`, and call `opponent.act(observation)` in each step
 (notebooks/environments/duel.py). As a program, this file lets the policy of a run play against the

@@ -14,7 +14,7 @@
     learn.py populations [--trials 4]             whether a population finds a good learning rate;
                                                   30 minutes
     learn.py duels --folder F                     games won against earlier copies of oneself
-                                                  (Sample Factory section 4.3); half an hour
+                                                  (Sample Factory section 4.3); ten minutes
 
 FILE is the checkpoint.pt of a run of `pointnav`. Runs in --folder are not repeated, nor are runs of
 minutes and transfer that are in the results. Every run is a training by its command line.
@@ -432,12 +432,13 @@ def populations(args):
 def duels(args):
     """Train each seed by self-play, one at a time. Keep the share of games that the last policy
     wins against the snapshots of 0, 25, 50 and 75 % of its steps (a draw counts half)."""
-    line = f"--env-id duel --extensions selfplay --total-timesteps {args.steps or 1_000_000}"
+    extension = '--extensions "selfplay(every=10000)"'
+    line = f"--env-id duel {extension} --total-timesteps {args.steps or 300_000}"
     found = {}
     for seed in args.seeds:
         trained = harness.train_once(f"{line} --seed {seed}", args.folder / "duel" / str(seed))
         won = selfplay.tournament(selfplay.Options(trained.folder, eval_episodes=args.episodes))
-        found[seed] = {str(step): round(share, 3) for step, share in won.items()}
+        found[seed] = {str(step): round(float(share), 3) for step, share in won.items()}
         print(seed, found[seed], flush=True)
     harness.keep(args, "duels", found=found, episodes=args.episodes)
 

@@ -192,6 +192,14 @@ def populations_table(*both):
     return table(["", *learn.POPULATIONS], rows)
 
 
+def duels_table(duels):
+    """Share of games that the last policy wins, by the share of training that its opponent had."""
+    rows = []
+    for seed, won in duels["found"].items():
+        rows.append([seed, *(f"{share:.2f}" for share in won.values())])
+    return table(["seed", *(f"{100 * quarter // 4} %" for quarter in range(4))], rows)
+
+
 # ------------------------------------------------------------------------------------------ Speed
 
 
@@ -346,6 +354,7 @@ OF_FILES = {  # name: what makes the table, of which files
     "starts": (starts_table, "starts"),
     "transfer": (transfer_table, "transfer"),
     "evolution": (populations_table, *(f"evolution-{task}" for task in learn.POPULATIONS)),
+    "duels": (duels_table, "duels"),
     "samplers": (samplers_table, "samplers"),
     "parts": (parts_table, "parts"),
     "ranks": (ranks_table, "ranks"),
