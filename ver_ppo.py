@@ -50,16 +50,23 @@ hidden units, L layers, F features, C channels, and A dimensions of an action (1
 choice).
 
 The file down to "End of the lesson" is VER: the training loop, tables, collecting, returns,
-mini-batches, PPO. The lesson takes four things for granted: `run`, `spec`, `workers` and `policy`.
-`run` has the methods that `train` calls. `spec` says what an observation and an action consist of.
-`workers.send(env_B)` lets environments take the actions in their rows. `workers.receive(seconds)`
-returns the numbers of those that have answered since the last call, and waits at most that long. At
-first, all environments start by themselves, and their first observation is their answer. An
-environment that fails is started again, and answers in the same way. `policy.step` gives the
-distributions of the next actions, the values, and the next recurrent states of B environments.
-`policy.sequences` gives distributions and values for all steps of a mini-batch, and what its
-encoders and its core put out. `policy.critic` is the layer that computes values, and its `scale` is
-the unit of these values. `policy.log_ent_coef` is the logarithm of the entropy coefficient.
+mini-batches, PPO. The lesson takes these things for granted:
+
+    run                  has the methods that `train` calls
+    spec                 what an observation and an action consist of
+    workers.send         lets these environments take the actions in their rows
+    workers.receive      waits a number of seconds at most, and returns the numbers of the
+                         environments that have answered
+    policy.step          one step of B environments: the distributions of their next actions, the
+                         values, and the next recurrent states
+    policy.sequences     distributions and values for all steps of a mini-batch, and what its
+                         encoders and its core put out
+    policy.critic        the layer that computes values; `scale` is the unit of these values
+    policy.log_ent_coef  the logarithm of the entropy coefficient
+    optimizer            Adam; its learning rate decays
+
+At first, all environments start by themselves, and their first observation is their answer. An
+environment that fails is started again, and answers in the same way.
 
 After the lesson come the processes that run environments, the policy, the run with its files, and
 the command line. Simulators, other networks, and other ways to collect are loaded by name, from
@@ -134,7 +141,7 @@ class Options:
     num_envs: int = 32  # N, environments that run in parallel
     num_steps: int = 128  # T: a rollout is T x N steps, T from each environment on average
     # processes that share the environments; 0: all are in the main process (for debuggers, and for
-    # exact repetition); auto: about one per core, or more if steps mostly wait (some are timed)
+    # exact repetition); auto: about one per core, or more if steps mostly wait (it times a few)
     num_workers: int | Literal["auto"] = "auto"
     # which steps make a rollout. ver: whichever come first; nover: T of each environment (VER
     # without variable rollouts); sync: T of each, in lock-step (DD-PPO)
@@ -270,8 +277,8 @@ class EnvIO(Table):
             ("reward", np.float32),
             ("terminated", bool),
             ("truncated", bool),  # cut by a time limit; False if also terminated
-            # this answer is a start, the first one or after a failure: the three columns above are
-            # not valid, and a step in flight, if there is one, is lost
+            # this answer is a start (the first one, or after a failure). The three columns above are
+            # not valid. If a step was in flight, it is lost
             ("lost", bool),
             ("episode", int),  # number of the episode that `obs` belongs to
             ("episode_stats", float, (len(spec.episode_columns),)),  # of the last whole episode
@@ -710,7 +717,7 @@ def update_value_scale(critic, rollout, average):
     """Move the critic's scale towards the size of this rollout's returns. This changes no value
     that the critic computes (except at the first change, from 0).
 
-    A value is the output of the critic's layer times the scale, which is 0 at first. The scale is
+    This is not a part of VER. It takes the place of normalized rewards. A value is the output of the critic's layer times the scale, which is 0 at first. The scale is
     the running root mean square of the returns. So rewards of any size are learned equally well, as
     if they were normalized (Engstrom et al. 2020). Stored values and returns stay in the
     environment's units, so they need no conversion when the scale changes. Once the scale is above
@@ -760,7 +767,7 @@ def make_batch(rollout, sequences):
     batch = {name: to_device(rollout[name][row_M.numpy()], rollout.device) for name in names}
     index_M = row_M.to(rollout.device)
     batch["obs"] = {key: part.index_select(0, index_M) for key, part in rollout.obs.items()}
-    # the first Q steps (column 1 of `pack`) begin the Q sequences
+    # the first Q steps (the first column of `pack`) begin the Q sequences
     batch["state"] = rollout.state.index_select(0, index_M[: batch_sizes[0]])
     batch["batch_sizes"] = batch_sizes
     batch["row"] = row_M.numpy()
@@ -800,8 +807,8 @@ def run_sequences(policy, batch):
 
 def ppo_loss(distribution, value_M, batch, log_ent_coef, options):
     """Clipped PPO objective, value loss (not clipped) and entropy term, every step weighted by
-    `batch["weight"]`. Means divide by M, not by the sum of the weights, so that slow environments
-    count no more than without weights. Returns the loss and a dictionary of what to log.
+    `batch["weight"]`. Means divide by M. (Dividing by the sum of the weights would make steps of
+    slow environments count more than without weights.) Returns the loss and a dictionary of what to log.
 
     `batch` holds M old actions, log-probabilities, normalized advantages, returns and weights
     (`make_batch`), and `scale`, by which errors of values are divided (`ppo_update`). Without
@@ -846,6 +853,7 @@ def mean_logs(logs):
 
 
 # End of the lesson
+# (next: notebooks/02_rollout_by_hand.ipynb)
 
 # ---------------------------------------------------------------------------- Environment workers
 # How a step is simulated: an environment, a process that steps some of them, and what happens when

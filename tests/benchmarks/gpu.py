@@ -29,17 +29,22 @@ from harness import ver_ppo
 from notebooks.extensions import networks
 
 POINTNAV = "--env-id pointnav --env-kwargs simulator=builtin"
+MANY = "--num-envs 128 --num-minibatches 8 --total-timesteps 163840"
+GRAPHS = "--extensions graphs"
 VARIANTS = {
     "default": "",
-    "`--num-envs 128 --num-minibatches 8`": "--num-envs 128 --num-minibatches 8"
-    " --total-timesteps 163840",
+    f"`{GRAPHS}`": GRAPHS,
+    "`--num-envs 128 --num-minibatches 8`": MANY,
+    f"`--num-envs 128 --num-minibatches 8 {GRAPHS}`": f"{MANY} {GRAPHS}",
+    "`--policy resnet18`": "--policy resnet18",
+    f"`--policy resnet18 {GRAPHS}`": f"--policy resnet18 {GRAPHS}",
+    '`--policy "resnet18(bf16=True)"`': "--policy 'resnet18(bf16=True)'",
+    '`--policy "resnet18(cpc=True)"`': "--policy 'resnet18(cpc=True)'",
     "`--extensions overlap`": "--extensions overlap",
     "`--extensions async`": "--extensions async",
     '`--extensions "inference(workers=2)"`': "--extensions 'inference(workers=2)'",
-    "`--policy resnet18`": "--policy resnet18",
-    '`--policy "resnet18(bf16=True)"`': "--policy 'resnet18(bf16=True)'",
-    '`--policy "resnet18(cpc=True)"`': "--policy 'resnet18(cpc=True)'",
     "one rank": "",
+    f"one rank, `{GRAPHS}`": GRAPHS,
 }
 
 
@@ -117,10 +122,10 @@ def measure(args):
         arguments = f"{common} {more}"
         if "bf16" in more and not networks.computes_bf16(args.device):
             continue
-        ranks = 1 if name == "one rank" else 0
+        ranks = 1 if name.startswith("one rank") else 0
         rate = functools.partial(measure_rate, arguments, args.steps, ranks)
         found[name] = attempt(name, rate)
-        if not ranks and "--extensions" not in more:  # they collect elsewhere
+        if not ranks and "--extensions" not in more:  # extensions change how steps are collected
             inside = functools.partial(harness.apart, inspect, arguments)
             found[name] |= attempt(name, inside)
         harness.keep(args, "gpu", found=found)
