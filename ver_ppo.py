@@ -277,8 +277,8 @@ class EnvIO(Table):
             ("reward", np.float32),
             ("terminated", bool),
             ("truncated", bool),  # cut by a time limit; False if also terminated
-            # this answer is a start (the first one, or after a failure). The three columns above are
-            # not valid. If a step was in flight, it is lost
+            # this answer is a start (the first one, or after a failure): the three columns above
+            # are not valid. If a step was in flight, it is lost
             ("lost", bool),
             ("episode", int),  # number of the episode that `obs` belongs to
             ("episode_stats", float, (len(spec.episode_columns),)),  # of the last whole episode
@@ -717,11 +717,12 @@ def update_value_scale(critic, rollout, average):
     """Move the critic's scale towards the size of this rollout's returns. This changes no value
     that the critic computes (except at the first change, from 0).
 
-    This is not a part of VER. It takes the place of normalized rewards. A value is the output of the critic's layer times the scale, which is 0 at first. The scale is
-    the running root mean square of the returns. So rewards of any size are learned equally well, as
-    if they were normalized (Engstrom et al. 2020). Stored values and returns stay in the
-    environment's units, so they need no conversion when the scale changes. Once the scale is above
-    0, one rollout can at most double it.
+    This is not a part of VER. It takes the place of normalized rewards. A value is the output of
+    the critic's layer times the scale, which is 0 at first. The scale is the running root mean
+    square of the returns. So rewards of any size are learned equally well, as if they were
+    normalized (Engstrom et al. 2020). Stored values and returns stay in the environment's units, so
+    they need no conversion when the scale changes. Once the scale is above 0, one rollout can at
+    most double it.
 
     When the scale grows by a factor, the layer is divided by it (PopArt, van Hasselt et al. 2016).
     Otherwise the values would grow with the scale. Returns contain values, so they would grow, too,
@@ -808,7 +809,8 @@ def run_sequences(policy, batch):
 def ppo_loss(distribution, value_M, batch, log_ent_coef, options):
     """Clipped PPO objective, value loss (not clipped) and entropy term, every step weighted by
     `batch["weight"]`. Means divide by M. (Dividing by the sum of the weights would make steps of
-    slow environments count more than without weights.) Returns the loss and a dictionary of what to log.
+    slow environments count more than without weights.) Returns the loss and a dictionary of what to
+    log.
 
     `batch` holds M old actions, log-probabilities, normalized advantages, returns and weights
     (`make_batch`), and `scale`, by which errors of values are divided (`ppo_update`). Without

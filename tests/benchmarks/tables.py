@@ -236,31 +236,6 @@ def uneven_table(kept):
     return table([*head, "`nover`, run (computed)", "`ver`, run (computed)"], rows)
 
 
-PARTS = {  # words, digits
-    "env_step_ms": ("alone: a step of one environment, ms", 3),
-    "forward_ms": ("alone: the policy's part of a step, ms", 3),
-    "learn_ms": ("alone: learning from a step, ms", 3),
-    "loop_waiting_ms": ("in the loop: waiting, ms a step", 3),
-    "loop_inference_ms": ("in the loop: inference, ms a step", 3),
-    "loop_learning_ms": ("in the loop: learning, ms a step", 3),
-    "batch": ("in the loop: environments in an inference batch", 1),
-    "rate": ("the loop: steps/s", 0),
-    "share": ("the same as a share of its bound", 2),
-    "arrange_ms": ("arranging a rollout into packed mini-batches, all epochs: ms", 2),
-}
-
-
-def parts_table(kept):
-    """The parts of a step's time, on each simulator."""
-    rows = []
-    for key, (words, digits) in PARTS.items():
-        cells = []
-        for rounds in kept["found"].values():
-            cells.append(spread([of_round[key] for of_round in rounds], digits))
-        rows.append([words, *cells])
-    return table(["median (range)", *kept["found"]], rows)
-
-
 def ranks_table(kept):
     """Speed-ups of real runs over one rank."""
     rows = []
@@ -356,7 +331,6 @@ OF_FILES = {  # name: what makes the table, of which files
     "evolution": (populations_table, *(f"evolution-{task}" for task in learn.POPULATIONS)),
     "duels": (duels_table, "duels"),
     "samplers": (samplers_table, "samplers"),
-    "parts": (parts_table, "parts"),
     "ranks": (ranks_table, "ranks"),
     "scaling": (scaling_table, "scaling"),
     "peers": (peers_table, "peers"),
