@@ -63,6 +63,9 @@ mini-batches, PPO. The lesson takes these things for granted:
                          encoders and its core put out
     policy.critic        the layer that computes values; `scale` is the unit of these values
     policy.log_ent_coef  the logarithm of the entropy coefficient
+    policy.state_shape   the shape of one recurrent state
+    policy.auxiliary_loss, policy.keep_bounds
+                         0 and nothing, unless the policy has more losses or bounds
     optimizer            Adam; its learning rate decays
 
 At first, all environments start by themselves, and their first observation is their answer. An
@@ -278,7 +281,7 @@ class EnvIO(Table):
             ("terminated", bool),
             ("truncated", bool),  # cut by a time limit; False if also terminated
             # this answer is a start (the first one, or after a failure): the three columns above
-            # are not valid. If a step was in flight, it is lost
+            # mean nothing. At the first start no step is lost. After a failure, that in flight is
             ("lost", bool),
             ("episode", int),  # number of the episode that `obs` belongs to
             ("episode_stats", float, (len(spec.episode_columns),)),  # of the last whole episode
@@ -312,7 +315,7 @@ class Steps(Table):
             ("inference_at", float),  # when its inference began (time.perf_counter) ...
             ("sent_at", float),  # ... and its action was sent
             # from the environment's answer, when the step moves to a rollout (unused in `pending`)
-            ("reward", np.float32),  # truncated: plus gamma * V(final_obs). lost: the value
+            ("reward", np.float32),  # if truncated or lost, changed by `complete_steps`
             ("done", bool),  # last step of an episode, or lost
             ("lost", bool),  # the environment failed: the step has no outcome
             # of the whole episode; valid only where `done` and not `lost`
@@ -598,8 +601,8 @@ def importance_weights(env_S, num_envs):
     section 4 describes them without a formula. Their maximum is in table A1, as "Max VER IS"
     (importance sampling).
 
-    An environment that gave K_e of the S steps was sampled K_e / S of the time instead of 1 / N.
-    Therefore each of its steps has the weight min(1, (S / N) / K_e). Slow environments are not
+    An environment that gave K of the S steps was sampled K / S of the time instead of 1 / N.
+    Therefore each of its steps has the weight min(1, (S / N) / K). Slow environments are not
     weighted up, so the mean weight is at most 1. For a rollout that ended early, S is the number of
     steps that it has. If they are fewer than N, 1 replaces S / N, so that single steps keep the
     weight 1.
@@ -717,16 +720,13 @@ def update_value_scale(critic, rollout, average):
     """Move the critic's scale towards the size of this rollout's returns. This changes no value
     that the critic computes (except at the first change, from 0).
 
-    This is not a part of VER. It takes the place of normalized rewards. A value is the output of
-    the critic's layer times the scale, which is 0 at first. The scale is the running root mean
-    square of the returns. So rewards of any size are learned equally well, as if they were
-    normalized (Engstrom et al. 2020). Stored values and returns stay in the environment's units, so
-    they need no conversion when the scale changes. Once the scale is above 0, one rollout can at
-    most double it.
-
-    When the scale grows by a factor, the layer is divided by it (PopArt, van Hasselt et al. 2016).
-    Otherwise the values would grow with the scale. Returns contain values, so they would grow, too,
-    and so would the scale.
+    This is not a part of VER, and a first reading can skip it. It takes the place of normalized
+    rewards (Engstrom et al. 2020): rewards of any size are learned equally well. A value is V =
+    scale * layer(x). The scale is the running root mean square of the returns. It is 0 at first,
+    and later one rollout can at most double it. When it grows by a factor, the layer is divided by
+    this factor (PopArt, van Hasselt et al. 2016), so V stays the same. Otherwise V would grow, then
+    the returns, which contain V, and then the scale again. Stored values and returns are in the
+    environment's units.
     """
     returns_S = rollout.complete["returns"].astype(float)
     newest = torch.tensor([(returns_S**2).mean()], dtype=torch.float64)
@@ -814,9 +814,9 @@ def ppo_loss(distribution, value_M, batch, log_ent_coef, options):
 
     `batch` holds M old actions, log-probabilities, normalized advantages, returns and weights
     (`make_batch`), and `scale`, by which errors of values are divided (`ppo_update`). Without
-    --target-entropy, the entropy coefficient exp(log_ent_coef) is fixed. With it, the coefficient
-    is learned under the constraint entropy >= target (VER section 4): it grows while the mean
-    entropy (without the steps' weights) is below the target.
+    --target-entropy, the entropy coefficient exp(log_ent_coef) is fixed. With it (a first reading
+    can skip this), the coefficient is learned under the constraint entropy >= target (VER section
+    4): it grows while the mean entropy (without the steps' weights) is below the target.
     """
     weight_M = batch["weight"]
     advantage_M = batch["norm_advantage"]

@@ -41,7 +41,7 @@ TRAINERS = {  # of tests/benchmarks/peers.py
 }
 ROUNDED = {"precision": 4, "suppress": True, "threshold": 12, "edgeitems": 4}  # as printed
 SAMPLERS = {"sync": GREY, "nover": ORANGE, "ver": BLUE, "async": PURPLE}
-IN_FLIGHT = "in flight when learning begins: counts for the next rollout"
+IN_FLIGHT = "in flight when learning begins: counts for a later rollout"
 HATCHES = {"learning": HATCH, IN_FLIGHT: "\\\\\\\\"}  # bars differ in grey, too
 
 
