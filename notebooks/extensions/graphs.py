@@ -2,8 +2,8 @@
 
     python ver_ppo.py --env-id pointnav --extensions graphs
 
-A small network's step consists of about a hundred GPU kernels. The CPU needs longer to start them
-than the GPU to compute them. A CUDA graph is a recording of such a step, which the GPU replays as a
+A small network's step consists of many small GPU kernels. The CPU needs longer to start them than
+the GPU to compute them. A CUDA graph is a recording of such a step, which the GPU replays as a
 whole. The results are the same.
 """
 
