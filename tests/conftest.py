@@ -1,6 +1,7 @@
 """Make `import ver_ppo` and `import notebooks` work from wherever pytest is started."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,17 @@ pytest.register_assert_rewrite("tests.helpers")  # its assertions show their val
 # before any test imports torch, because it sets variables that torch reads at that moment. With
 # torch's own values, two threads on a busy machine learn ten times more slowly
 import ver_ppo
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch):
+    """Without `--device`, tests in this process use the CPU: their own tensors are there."""
+    choose = ver_ppo.choose_device
+
+    def choose_here(options):
+        return choose(replace(options, device="cpu") if options.device == "auto" else options)
+
+    monkeypatch.setattr(ver_ppo, "choose_device", choose_here)
 
 
 @pytest.fixture(autouse=True)
