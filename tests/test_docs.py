@@ -21,6 +21,7 @@ from notebooks.extensions import (
     chain,
     check,
     controller,
+    graphs,
     inference,
     networks,
     overlap,
@@ -44,8 +45,8 @@ DETAILS = (ROOT / "notebooks" / "DETAILS.md").read_text()
 # "`name`", path and line of each link to a function, a class or a test
 LINKS = re.findall(r"\[`([\w.]+)`\]\(([\w/.]+\.py)#L(\d+)\)", DETAILS)
 ENVIRONMENTS = [duel, habitat, pointnav, rearrange, tasks]
-EXTENSIONS = [chain, check, controller, inference, networks, overlap, play, population, series]
-EXTENSIONS += [selfplay, trace, transfer, timeline, virtual_clock, virtual_ranks, wrappers]
+EXTENSIONS = [chain, check, controller, graphs, inference, networks, overlap, play, population]
+EXTENSIONS += [series, selfplay, trace, transfer, timeline, virtual_clock, virtual_ranks, wrappers]
 BESIDE = [draw, *ENVIRONMENTS, *EXTENSIONS]  # the scripts
 MODULES = pytest.mark.parametrize(
     "module", [ver_ppo, ver_multigpu, *BESIDE], ids=lambda module: module.__name__

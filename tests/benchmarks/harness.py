@@ -217,15 +217,12 @@ def train_once(arguments, place, **how):
 
 
 @contextlib.contextmanager
-def collecting(arguments, checkpoint=None):
-    """Make the ver_ppo.Run of a command line in this process, with the weights of a checkpoint, and
-    start it."""
+def collecting(arguments):
+    """Make the ver_ppo.Run of a command line in this process, and start it."""
     options = ver_ppo.parse_options(shlex.split(arguments))
     with tempfile.TemporaryDirectory() as runs_dir, contextlib.ExitStack() as stack:
         run = ver_ppo.Run(replace(options, runs_dir=runs_dir))
         stack.enter_context(contextlib.closing(run))
-        if checkpoint:
-            ver_ppo.load_weights(run.policy, checkpoint)
         run.start()
         stack.callback(run.stop)
         yield run

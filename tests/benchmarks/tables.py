@@ -197,7 +197,7 @@ def duels_table(duels):
     rows = []
     for seed, won in duels["found"].items():
         rows.append([seed, *(f"{share:.2f}" for share in won.values())])
-    return table(["seed", *(f"{100 * quarter // 4} %" for quarter in range(4))], rows)
+    return table(["seed", *(f"{25 * quarter} %" for quarter in range(4))], rows)
 
 
 # ------------------------------------------------------------------------------------------ Speed
