@@ -11,7 +11,16 @@ import torch
 import ver_ppo
 from notebooks.extensions.check import check_rollout
 from notebooks.extensions.overlap import reevaluate
-from tests.helpers import logged, nobody_left, one_line, run_folders, run_here, small
+from tests.helpers import (
+    differences,
+    logged,
+    nobody_left,
+    one_line,
+    run_folders,
+    run_here,
+    saved,
+    small,
+)
 from tests.test_samplers import collecting
 
 
@@ -67,17 +76,37 @@ def test_every_value_is_right(count, sampler):
         assert served > 200
 
 
+class Greedy(ver_ppo.Run):
+    """No chance decides which action is taken."""
+
+    def start(self):
+        super().start()
+        self.collector.greedy = True
+
+
 def test_one_is_as_none(tmp_path):
-    """With one inference process, a run learns from the same kind of steps as without: episodes of
-    the same lengths, batches and carried steps in the same numbers."""
+    """With one inference process, a lock-step and no chance, a run learns the same, bit for bit."""
+    line = "--env-id CartPole-v1 --num-workers 1 --sampler sync --total-timesteps 1000"
+    line += " --extensions tests.test_inference:Greedy"
+    none = saved(run_here(tmp_path / "none", line))
+    one = saved(run_here(tmp_path / "one", f"{line} inference(workers=1)"))
+    assert differences(none, one) == []
+
+
+def test_carried_steps(tmp_path):
+    """With one inference process, a run with uneven environments learns from the same kind of steps
+    as without: as many are carried over, and they have similar weights."""
     line = f"--env-id CartPole-v1 --num-workers 2 --total-timesteps 2000 --wrappers {UNEVEN}"
     line = line.replace(", ", ",")
     found = {}
     for name, more in {"none": "", "one": "--extensions inference(workers=1) check"}.items():
         folder = run_here(tmp_path / name, f"{line} {more}")
-        tags = "charts/episodic_length", "ver/carried_share", "ver/importance_weight"
+        tags = "ver/carried_share", "ver/importance_weight"
         found[name] = [np.mean(list(logged(folder, tag).values())) for tag in tags]
-    np.testing.assert_allclose(found["one"], found["none"], rtol=0.25, atol=0.03)
+    (carried, weight), (carried_none, weight_none) = found["one"], found["none"]
+    # of 18 runs each, on a busy machine: 0.035 to 0.043, and 0.79 to 0.89
+    assert carried == pytest.approx(carried_none, abs=0.015)
+    assert weight == pytest.approx(weight_none, abs=0.15)
 
 
 def test_a_process_dies(tmp_path, capfd):
