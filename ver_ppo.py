@@ -61,7 +61,8 @@ mini-batches, PPO. The lesson takes these things for granted:
                          values, and the next recurrent states
     policy.sequences     distributions and values for all steps of a mini-batch, and what its
                          encoders and its core put out
-    policy.critic        the layer that computes values; `scale` is the unit of these values
+    policy.critic        computes values, V = scale * layer(x). `scale` is about the size of the
+                         returns, and 0 at first
     policy.log_ent_coef  the logarithm of the entropy coefficient
     policy.state_shape   the shape of one recurrent state
     policy.auxiliary_loss, policy.keep_bounds
@@ -281,7 +282,7 @@ class EnvIO(Table):
             ("terminated", bool),
             ("truncated", bool),  # cut by a time limit; False if also terminated
             # this answer is a start (the first one, or after a failure): the three columns above
-            # mean nothing. At the first start no step is lost. After a failure, that in flight is
+            # mean nothing. After a failure, the step that was in flight is lost
             ("lost", bool),
             ("episode", int),  # number of the episode that `obs` belongs to
             ("episode_stats", float, (len(spec.episode_columns),)),  # of the last whole episode
@@ -444,8 +445,8 @@ class Collector:
 
         At most `room` of them are taken; the steps of the others stay in flight. At least one
         answer is needed, and `sync` needs an answer from every environment. If there are too few,
-        this function waits for more, at most 50 ms. If there are still too few, it takes none, and
-        the caller can ask again.
+        this function waits for more, at most 50 ms. If there are still too few, it takes none, so
+        that `collect` can ask `enough` whether to end the rollout, and then ask here again.
         """
         needed = self.options.num_envs if self.options.sampler == "sync" else 1
         began_at = time.perf_counter()
@@ -525,8 +526,9 @@ class Collector:
         with the memory of that episode, which `state_N` still holds.
 
         If the environment failed and was started again, the step is *lost*: it has no outcome. Its
-        reward becomes its predicted value, and `done` is set. So its advantage is 0, and earlier
-        steps bootstrap from that value, as at the end of a rollout. (A lost step is not truncated.)
+        reward becomes its predicted value V, and `done` is set. So its advantage is V - V = 0, and
+        the step before it bootstraps from V, as at the end of a rollout. (A lost step is not
+        truncated.)
         """
         io = self.io
         rollout.copy(row_B, self.pending, env_B)
@@ -598,14 +600,14 @@ def compute_advantages(segment_S, reward_S, value_S, done_S, bootstrap, gamma, g
 
 def importance_weights(env_S, num_envs):
     """Weights of steps, 1 at most, so that no environment counts for more than its fair share. VER
-    section 4 describes them without a formula. Their maximum is in table A1, as "Max VER IS"
+    section 4 describes them without a formula. Table A1 gives their maximum, 1, as "Max VER IS"
     (importance sampling).
 
-    An environment that gave K of the S steps was sampled K / S of the time instead of 1 / N.
-    Therefore each of its steps has the weight min(1, (S / N) / K). Slow environments are not
-    weighted up, so the mean weight is at most 1. For a rollout that ended early, S is the number of
-    steps that it has. If they are fewer than N, 1 replaces S / N, so that single steps keep the
-    weight 1.
+    An environment that gave K of the S steps has the share K / S. Its fair share is 1 / N.
+    Therefore each of its steps has the weight min(1, (1 / N) / (K / S)), which is min(1, T / K) in
+    a full rollout. Slow environments are not weighted up, so the mean weight is at most 1. For a
+    rollout that ended early, S is the number of steps that it has. If they are fewer than N, 1
+    replaces S / N, so that single steps keep the weight 1.
 
     >>> importance_weights(np.array([0, 0, 0, 0, 1, 2]), num_envs=3)
     array([0.5, 0.5, 0.5, 0.5, 1. , 1. ], dtype=float32)
@@ -700,7 +702,7 @@ def ppo_update(policy, optimizer, rollout, options, average=lambda tensors: None
     each logged number.
     """
     update_value_scale(policy.critic, rollout, average)
-    # while all rewards are 0, the scale and all errors are 0: any divisor works
+    # as long as all rewards are 0, so are the scale and all errors: any divisor works
     scale = max(policy.critic.scale.item(), 1e-8)
     normalize_advantages(rollout, scale, options, average)
     steps = rollout.complete
@@ -808,9 +810,9 @@ def run_sequences(policy, batch):
 
 def ppo_loss(distribution, value_M, batch, log_ent_coef, options):
     """Clipped PPO objective, value loss (not clipped) and entropy term, every step weighted by
-    `batch["weight"]`. Means divide by M. (Dividing by the sum of the weights would make steps of
-    slow environments count more than without weights.) Returns the loss and a dictionary of what to
-    log.
+    `batch["weight"]`. Means divide by M. (The sum of the weights is M at most. Dividing by it would
+    make steps of slow environments count more than without weights.) Returns the loss and a
+    dictionary of what to log.
 
     `batch` holds M old actions, log-probabilities, normalized advantages, returns and weights
     (`make_batch`), and `scale`, by which errors of values are divided (`ppo_update`). Without

@@ -276,14 +276,14 @@ def whole():
     words(0, 29, "N simulators in processes;\nsteps take different times")
 
     title(33, 51.5, "collector: pending steps", "Collector.collect")
-    names = ("obs", "action", "log π", "V", "version")
+    names = ("obs", "state", "action", "log π", "V", "version")
     for column, name in enumerate(names):
-        axis.text(35.5 + 5 * column, 46, name, fontsize=8, ha="center")
+        axis.text(35 + 4.15 * column, 46, name, fontsize=8, ha="center")
     kinds = (ORANGE, ORANGE, "#DDDDDD", ORANGE)
     for env, (color, kind) in enumerate(zip(colors, kinds)):
         block(31.4, 42 - 4 * env, 1.2, 3, color)
         for column in range(len(names)):
-            block(33 + 5 * column, 42 - 4 * env, 4.8, 3, kind)
+            block(33 + 4.15 * column, 42 - 4 * env, 3.95, 3, kind)
     axis.text(58.5, 43.5, "in flight", fontsize=9, va="center")
     axis.text(58.5, 35.5, "idle", fontsize=9, va="center")
     words(33, 29, "one row for each environment:\nwhat is known when its action is chosen")
