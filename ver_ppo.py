@@ -57,16 +57,18 @@ mini-batches, PPO. The lesson takes these things for granted:
     workers.send         lets these environments take the actions in their rows
     workers.receive      waits a number of seconds at most, and returns the numbers of the
                          environments that have answered
-    policy.step          one step of B environments: the distributions of their next actions, the
-                         values, and the next recurrent states
+    policy.step          one step of B environments: the distributions of their next actions (with
+                         one log-probability for each environment), the values, and the next
+                         recurrent states
     policy.sequences     distributions and values for all steps of a mini-batch, and what its
                          encoders and its core put out
     policy.critic        computes values, V = scale * layer(x). `scale` is about the size of the
                          returns, and 0 at first
     policy.log_ent_coef  the logarithm of the entropy coefficient
     policy.state_shape   the shape of one recurrent state
-    policy.auxiliary_loss, policy.keep_bounds
-                         0 and nothing, unless the policy has more losses or bounds
+    policy.auxiliary_loss
+                         0, unless the policy has another loss
+    policy.keep_bounds   does nothing, unless a weight of the policy has bounds
     optimizer            Adam; its learning rate decays
 
 At first, all environments start by themselves, and their first observation is their answer. An
@@ -221,7 +223,7 @@ def train(run):
     """Collect a rollout, compute its advantages, update the policy; repeat to --total-timesteps.
 
     The only training loop there is. `run` (after the lesson) holds the policy, its optimizer, the
-    collector and the counters. A comment behind a method names the function that it calls.
+    collector and the counters. Some comments name the function of the lesson that a method calls.
     """
     try:
         run.start()  # the environments
@@ -282,7 +284,7 @@ class EnvIO(Table):
             ("terminated", bool),
             ("truncated", bool),  # cut by a time limit; False if also terminated
             # this answer is a start (the first one, or after a failure): the three columns above
-            # mean nothing. After a failure, the step that was in flight is lost
+            # mean nothing. If a step was in flight, it is lost
             ("lost", bool),
             ("episode", int),  # number of the episode that `obs` belongs to
             ("episode_stats", float, (len(spec.episode_columns),)),  # of the last whole episode
@@ -450,7 +452,7 @@ class Collector:
         """
         needed = self.options.num_envs if self.options.sampler == "sync" else 1
         began_at = time.perf_counter()
-        # always look for new answers, even if older ones still wait in `arrived`
+        # always look for new answers, even if older ones still wait: then batches are larger
         self.arrived += self.workers.receive(0)
         if len(self.arrived) < needed:
             self.arrived += self.workers.receive(0.05)
@@ -606,8 +608,8 @@ def importance_weights(env_S, num_envs):
     An environment that gave K of the S steps has the share K / S. Its fair share is 1 / N.
     Therefore each of its steps has the weight min(1, (1 / N) / (K / S)), which is min(1, T / K) in
     a full rollout. Slow environments are not weighted up, so the mean weight is at most 1. For a
-    rollout that ended early, S is the number of steps that it has. If they are fewer than N, 1
-    replaces S / N, so that single steps keep the weight 1.
+    rollout that ended early, S is the number of steps that it has. A fair share is never less
+    than one step.
 
     >>> importance_weights(np.array([0, 0, 0, 0, 1, 2]), num_envs=3)
     array([0.5, 0.5, 0.5, 0.5, 1. , 1. ], dtype=float32)
@@ -747,8 +749,9 @@ def update_value_scale(critic, rollout, average):
 def normalize_advantages(rollout, scale, options, average):
     """Write the advantages that PPO learns from.
 
-    With --norm-adv, they have mean 0 and deviation 1 over all processes that learn together (each
-    process has the same weight). Otherwise they are divided by the scale of values.
+    With --norm-adv, they have mean 0 and deviation 1 over all processes that learn together.
+    (Processes count equally, and so do steps, whatever their weights.) Otherwise they are divided
+    by the scale of values.
     """
     steps = rollout.complete
     advantage_S = steps["advantage"].astype(float)

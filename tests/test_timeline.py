@@ -27,6 +27,8 @@ function move(slider, value) {
   slider.dispatchEvent(new Event("input"));
   note();
 }
+move(by("time"), 192);
+const filling = by("filling").textContent;
 for (const radio of document.querySelectorAll("input[type=radio]")) {
   radio.click();
   for (const slider of document.querySelectorAll("#controls input")) {
@@ -38,7 +40,7 @@ by("play").click();
 const playing = by("play").textContent;
 by("play").click();
 const bars = document.querySelectorAll("#picture rect").length;
-const result = { shown, playing, paused: by("play").textContent, bars };
+const result = { shown, filling, playing, paused: by("play").textContent, bars };
 make("pre", { id: "result" }, document.body, JSON.stringify(result));
 </script>
 """
@@ -86,7 +88,8 @@ def test_traces(sampler):
 
 @pytest.mark.skipif(not BROWSER, reason="there is no Chromium")
 def test_in_a_browser(tmp_path):
-    """Every control is moved, and the page shows the stored numbers."""
+    """Every control is moved, and the page shows the stored numbers. At second 9, the policy
+    learns: answers that have come since second 7 count afterwards."""
     copy = tmp_path / "timeline.html"
     copy.write_text(timeline.PAGE.read_text() + MOVES)
     words = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
@@ -95,6 +98,7 @@ def test_in_a_browser(tmp_path):
     result = json.loads(html.unescape(re.search(r'<pre id="result">(.*?)</pre>', page)[1]))
     assert (result["playing"], result["paused"]) == ("Pause", "Play")
     assert result["bars"] > 20
+    assert result["filling"].startswith("Rollout 2: 0 of 32 steps")
     assert {name.split()[0] for name, _, _ in result["shown"]} == set(timeline.SETTINGS["sampler"])
     assert len({name for name, _, _ in result["shown"]}) >= 4 * 8
     for name, number, words in result["shown"]:
