@@ -5,10 +5,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tensorboard.summary.writer import event_file_writer
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 pytest.register_assert_rewrite("tests.helpers")  # its assertions show their values, too
+
+# TensorBoard reads files of one second in the order of their names, 10 before 9. So their numbers,
+# which count all writers of this process, get four digits
+event_file_writer._global_uid = event_file_writer.AtomicCounter(1000)
 
 # before any test imports torch, because it sets variables that torch reads at that moment. With
 # torch's own values, two threads on a busy machine learn ten times more slowly

@@ -77,8 +77,7 @@ def logged(folder, tag):
     """The values of a tag in TensorBoard, by step. No step may have two."""
     events = EventAccumulator(str(folder)).Reload().Scalars(tag)
     assert len({event.step for event in events}) == len(events)
-    # sorted: TensorBoard reads files of one second in the order of their names, 10 before 9
-    return dict(sorted((event.step, event.value) for event in events))
+    return {event.step: event.value for event in events}
 
 
 def processes():
@@ -97,7 +96,7 @@ def alive_in_session(session):
     return [pid for pid, (_, its_session) in processes().items() if its_session == session]
 
 
-def nobody_left(seconds=5):
+def nobody_left(seconds=20):
     """Whether all processes that this one and its fork server have started end within this time."""
     servers = {forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid}
     deadline, left = time.monotonic() + seconds, [None]
@@ -111,7 +110,7 @@ def nobody_left(seconds=5):
     return not left
 
 
-def wait_until(condition, seconds=60):
+def wait_until(condition, seconds=180):
     """Wait until this function returns something true. (A machine that runs tests may be slow.)"""
     deadline = time.monotonic() + seconds
     while not condition():

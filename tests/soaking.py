@@ -53,8 +53,13 @@ def unpickle(path):
         while True:
             try:
                 yield pickle.load(file)
-            except EOFError:
+            except (EOFError, pickle.UnpicklingError):  # the last one may be cut off
                 return
+
+
+def has_lost(account):
+    """Whether a step of this account is lost."""
+    return any(lost for _, steps in unpickle(account) for _, lost, _ in steps)
 
 
 def read_books(paths):
@@ -204,9 +209,10 @@ def weigh(pid, samples):
 
 
 def one_part(command, account, seconds, number, environ):
-    """Train for `seconds` after the first update, then send a signal. The whole process group gets
-    it, as from a terminal, but SIGKILL goes to the main process alone. Returns the output of the
-    run, its exit status, the samples of `weigh` and the processes that are left."""
+    """Train for `seconds` after the first update, and until a lost step has been learned from. Then
+    send a signal. The whole process group gets it, as from a terminal, but SIGKILL goes to the main
+    process alone. Returns the output of the run, its exit status, the samples of `weigh` and the
+    processes that are left."""
     pipes = {"stderr": subprocess.STDOUT, "stdout": subprocess.PIPE, "text": True}
     process = subprocess.Popen(command, cwd=ROOT, env=environ, start_new_session=True, **pipes)
     samples = []
@@ -225,6 +231,9 @@ def one_part(command, account, seconds, number, environ):
     try:
         process.wait(seconds)
     except subprocess.TimeoutExpired:
+        until = time.monotonic() + 60
+        while not has_lost(account) and process.poll() is None and time.monotonic() < until:
+            time.sleep(0.05)
         everything = tree_of(process.pid)
         until_stopped = samples.copy()
         (os.kill if number == signal.SIGKILL else os.killpg)(process.pid, number)

@@ -147,7 +147,7 @@ def test_curves_elsewhere(tmp_path):
     environment = {**os.environ, **offline, "PYTHONPATH": str(tmp_path)}
     end = ["--total-timesteps", "192", "--runs-dir", str(tmp_path / "runs")]
     command = [sys.executable, "ver_ppo.py", *args, *SMALL, *end]
-    subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=120)
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=300)
     (folder,) = (tmp_path / "runs").iterdir()
     (sent,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     content = sent.read_bytes()

@@ -99,7 +99,7 @@ def collecting(enough=lambda rows: False, **options):
         yield c, ver_ppo.Rollout(COUNT_SPEC, *size)
 
 
-def patient(seconds=60):
+def patient(seconds=180):
     """For `enough`: ends a rollout that takes longer than a test may."""
     until = time.monotonic() + seconds
     return lambda rows: time.monotonic() > until
@@ -353,7 +353,8 @@ def test_simulators_that_fail(tmp_path, said, place):
     assert words.count("started again") == len(failing)
     assert [fault for fault in failing if REASONS[fault] not in words] == []
     if place == "middle":
-        assert f"environment {FAULTS.index('raise')}, episode 2, step 3:\nTraceback" in words
+        assert f"environment {FAULTS.index('raise')}, episode 2, step 3:\n" in words
+        assert "Traceback" in words
 
 
 @pytest.mark.parametrize("lines", [range(1, 200, 22), range(12, 200, 22)])
@@ -741,7 +742,7 @@ def stopped(monkeypatch):
 
 
 UPDATE = ver_ppo, "ppo_update"
-CHOOSE = ver_ppo.Collector, "act"
+CHOOSE = ver_ppo.Collector, "observe"  # called for each batch
 
 
 @pytest.mark.parametrize("owner, name", [UPDATE, CHOOSE])
@@ -751,7 +752,7 @@ def test_signals(tmp_path, stopped, number, owner, name):
     Afterwards the signals have their former handlers again."""
     handlers = [signal.getsignal(each) for each in ver_ppo.SIGNALS]
     updating = name == "ppo_update"
-    stopped(owner, name, number, times=1 if updating else 100)  # a rollout has at most 64 calls
+    stopped(owner, name, number, times=1 if updating else 100)  # a rollout has 66 calls at most
     workers = "0" if updating else "1"
     args = small(tmp_path, *f"{CARTPOLE} 640 --num-workers {workers}".split())
     assert ver_ppo.main(args) == 128 + number
@@ -853,11 +854,11 @@ def test_a_job_that_queues_itself_again(tmp_path):
     job = subprocess.Popen(["bash", "-c", script], cwd=ROOT, env=environment)
     wait_until((folder / "checkpoint.pt").exists)
     job.send_signal(signal.SIGUSR1)
-    job.wait(60)
+    job.wait(300)
     assert (tmp_path / "called").read_text() == "requeue 7\n"
     step = saved(folder)["step"]
     again = script.replace("100000000", str(step + 640))
-    done = subprocess.run(["bash", "-c", again], cwd=ROOT, env=environment, timeout=60)
+    done = subprocess.run(["bash", "-c", again], cwd=ROOT, env=environment, timeout=300)
     assert done.returncode == 0
     assert saved(folder)["step"] == step + 640
     assert (tmp_path / "called").read_text() == "requeue 7\n", "and not once more"
@@ -890,7 +891,7 @@ def test_sigkill(tmp_path):
         group = [pid for pid in everybody if os.getpgid(pid) == process.pid]
         assert len(group) == 3 and [killed_by_signals(pid) for pid in group] == [[], [], []]
         process.kill()
-        wait_until(lambda: not alive_in_session(process.pid) and not programs_of(tmp_path), 15)
+        wait_until(lambda: not alive_in_session(process.pid) and not programs_of(tmp_path), 60)
     finally:
         stop([process.pid])
         process.communicate()
@@ -1022,7 +1023,7 @@ def test_small_soak(tmp_path):
     how = {"death_sec": 0.7, "hang_sec": 8.0, "num_envs": 4, "folder": tmp_path, "say": print}
     wrong, sums, _ = soak(2.5, 3, **how)
     assert not wrong, wrong
-    assert sums["started again"] >= 3 and sums["lost"] >= 2 and sums["learned"] > 300
+    assert sums["started again"] >= 3 and sums["lost"] >= 3 and sums["learned"] > 300
 
 
 # ------------------------------------------------------------------- 6. A stranger's checkpoint

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -96,17 +97,17 @@ def test_one_is_as_none(tmp_path):
 def test_carried_steps(tmp_path):
     """With one inference process, a run with uneven environments learns from the same kind of steps
     as without: as many are carried over, and they have similar weights."""
-    line = f"--env-id CartPole-v1 --num-workers 2 --total-timesteps 2000 --wrappers {UNEVEN}"
-    line = line.replace(", ", ",")
+    line = "--env-id CartPole-v1 --num-workers 2 --total-timesteps 1000"
+    line += " --wrappers latency(mean_ms=6,spread=1,between=0.5)"
     found = {}
     for name, more in {"none": "", "one": "--extensions inference(workers=1) check"}.items():
         folder = run_here(tmp_path / name, f"{line} {more}")
         tags = "ver/carried_share", "ver/importance_weight"
         found[name] = [np.mean(list(logged(folder, tag).values())) for tag in tags]
     (carried, weight), (carried_none, weight_none) = found["one"], found["none"]
-    # of 18 runs each, on a busy machine: 0.035 to 0.043, and 0.79 to 0.89
+    # of 24 runs each, most of them on a busy machine: 0.038 to 0.044, and 0.77 to 0.80
     assert carried == pytest.approx(carried_none, abs=0.015)
-    assert weight == pytest.approx(weight_none, abs=0.15)
+    assert weight == pytest.approx(weight_none, abs=0.1)
 
 
 def test_a_process_dies(tmp_path, capfd):
@@ -122,11 +123,11 @@ def test_a_process_dies(tmp_path, capfd):
 
 def test_a_process_hangs(tmp_path, capfd):
     """The run ends with one line after --env-timeout."""
-    line = "--env-id CartPole-v1 --num-workers 1 --env-timeout 3"
+    line = "--env-id CartPole-v1 --num-workers 1"
     line += " --extensions inference(workers=2) tests.test_inference:Stop"
     assert ver_ppo.main(small(tmp_path, *line.split())) == 1
     assert "an inference process gave no answer for 3 s" in capfd.readouterr().err
-    assert nobody_left(20)
+    assert nobody_left()
 
 
 def test_a_start_that_fails(tmp_path, capfd):
@@ -151,9 +152,14 @@ class Kill(ver_ppo.Run):
 
 
 class Stop(Kill):
-    """Stops them."""
+    """Stops them, and waits for only 3 s."""
 
     number = signal.SIGSTOP
+
+    def collect(self):
+        if self.version == 2:
+            self.collector.options = replace(self.options, env_timeout=3.0)
+        return super().collect()
 
 
 def test_refusals(tmp_path, capsys):

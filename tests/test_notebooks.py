@@ -7,12 +7,14 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 
 import matplotlib.pyplot as plt
 import nbformat
 import numpy as np
 import pytest
 import torch
+from jupyter_client import AsyncKernelManager
 from matplotlib.colors import to_rgb
 from nbclient import NotebookClient
 
@@ -697,7 +699,11 @@ def test_notebook_runs(path):
         if cell.cell_type == "code":
             cell.outputs = []
     where = {"metadata": {"path": str(path.parent)}}
-    NotebookClient(notebook, timeout=600, resources=where).execute()
+    # sockets are files: another process might take a port before the kernel does. Their paths must
+    # be short
+    with tempfile.TemporaryDirectory(dir="/tmp") as sockets:
+        kernel = AsyncKernelManager(transport="ipc", ip=f"{sockets}/kernel")
+        NotebookClient(notebook, kernel, timeout=600, resources=where).execute()
     check_outputs(notebook)
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     printed = "".join(output.get("text", "") for output in outputs)
@@ -955,7 +961,7 @@ def test_transfer_command(tmp_path):
     command += f" --extensions transfer(file={checkpoint},freeze=True,reset=critic)"
     command += f" --num-workers 1 --eval-episodes 2 --runs-dir {tmp_path / 'flee'} {small}"
     done = subprocess.run(
-        [sys.executable, *command.split()], cwd=ROOT, capture_output=True, text=True, timeout=120
+        [sys.executable, *command.split()], cwd=ROOT, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("simulator: ") == 1, "by the main process, once"

@@ -16,7 +16,7 @@ import torch
 import ver_ppo
 from notebooks.extensions import population
 from notebooks.extensions.population import BOUNDS, Entry, evolve, mutate
-from tests.helpers import ROOT, free_port, one_line, same, saved, start, stop, wait_until
+from tests.helpers import ROOT, one_line, same, saved, start, stop, wait_until
 
 EPISODES = population.EPISODES
 OPTIONS = {
@@ -419,13 +419,13 @@ def test_many_ranks(tmp_path, donor):
     it has changed."""
     plant(tmp_path, 0, 1024, donor, 500.0)
     plant(tmp_path, 2, 1024, donor, 499.0)
-    command = f"-m torch.distributed.run --nproc-per-node 2 --master-port {free_port()}".split()
+    command = "-m torch.distributed.run --standalone --nproc-per-node 2".split()
     command += "-m notebooks.extensions.population --device cpu".split()
     line = LINE.replace("--evolve-interval 128", "--evolve-interval 1024")
-    line += f" --population {tmp_path}/p --member 1 --total-timesteps 3072 --rank-timeout 20"
+    line += f" --population {tmp_path}/p --member 1 --total-timesteps 3072 --preemption none"
     process = start([*command, *line.split()])
     try:
-        text = process.communicate(timeout=120)[0]
+        text = process.communicate(timeout=300)[0]
         assert process.returncode == 0, text
         assert text.count("takes over member 0") == 2, text
         assert "Traceback" not in text, text

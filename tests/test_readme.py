@@ -153,7 +153,7 @@ def test_torchrun_command_runs(tmp_path):
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "evaluation, 2 sampled episodes" in done.stdout
