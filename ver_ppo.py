@@ -447,12 +447,12 @@ class Collector:
 
         At most `room` of them are taken; the steps of the others stay in flight. At least one
         answer is needed, and `sync` needs an answer from every environment. If there are too few,
-        this function waits for more, at most 50 ms. If there are still too few, it takes none, so
-        that `collect` can ask `enough` whether to end the rollout, and then ask here again.
+        this function waits for more, at most 50 ms. If there are still too few, it takes none. Then
+        `collect` asks `enough` whether to end the rollout, and otherwise calls this function again.
         """
         needed = self.options.num_envs if self.options.sampler == "sync" else 1
         began_at = time.perf_counter()
-        # always look for new answers, even if older ones still wait: then batches are larger
+        # always look for new answers, even if older ones still wait: this makes batches larger
         self.arrived += self.workers.receive(0)
         if len(self.arrived) < needed:
             self.arrived += self.workers.receive(0.05)
@@ -608,8 +608,8 @@ def importance_weights(env_S, num_envs):
     An environment that gave K of the S steps has the share K / S. Its fair share is 1 / N.
     Therefore each of its steps has the weight min(1, (1 / N) / (K / S)), which is min(1, T / K) in
     a full rollout. Slow environments are not weighted up, so the mean weight is at most 1. For a
-    rollout that ended early, S is the number of steps that it has. A fair share is never less
-    than one step.
+    rollout that ended early, S is the number of steps that it has. If S is less than N, 1 replaces
+    S / N, so that single steps keep the weight 1.
 
     >>> importance_weights(np.array([0, 0, 0, 0, 1, 2]), num_envs=3)
     array([0.5, 0.5, 0.5, 0.5, 1. , 1. ], dtype=float32)
@@ -704,7 +704,7 @@ def ppo_update(policy, optimizer, rollout, options, average=lambda tensors: None
     each logged number.
     """
     update_value_scale(policy.critic, rollout, average)
-    # as long as all rewards are 0, so are the scale and all errors: any divisor works
+    # as long as all rewards are 0, the scale and all errors are 0, too: any divisor works
     scale = max(policy.critic.scale.item(), 1e-8)
     normalize_advantages(rollout, scale, options, average)
     steps = rollout.complete
@@ -750,8 +750,8 @@ def normalize_advantages(rollout, scale, options, average):
     """Write the advantages that PPO learns from.
 
     With --norm-adv, they have mean 0 and deviation 1 over all processes that learn together.
-    (Processes count equally, and so do steps, whatever their weights.) Otherwise they are divided
-    by the scale of values.
+    (Each process counts equally. Within a process, each step counts equally, whatever its weight.)
+    Otherwise they are divided by the scale of values.
     """
     steps = rollout.complete
     advantage_S = steps["advantage"].astype(float)

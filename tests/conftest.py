@@ -11,8 +11,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 pytest.register_assert_rewrite("tests.helpers")  # its assertions show their values, too
 
-# TensorBoard reads files of one second in the order of their names, 10 before 9. So their numbers,
-# which count all writers of this process, get four digits
+# TensorBoard reads event files in the order of their names. Names from the same second differ in a
+# counter at their end, and 10 comes before 9. So the counter starts at 1000
 event_file_writer._global_uid = event_file_writer.AtomicCounter(1000)
 
 # before any test imports torch, because it sets variables that torch reads at that moment. With

@@ -209,10 +209,10 @@ def weigh(pid, samples):
 
 
 def one_part(command, account, seconds, number, environ):
-    """Train for `seconds` after the first update, and until a lost step has been learned from. Then
-    send a signal. The whole process group gets it, as from a terminal, but SIGKILL goes to the main
-    process alone. Returns the output of the run, its exit status, the samples of `weigh` and the
-    processes that are left."""
+    """Train for `seconds` after the first update. Then wait until the run has learned from a lost
+    step, 60 s at most, and send a signal. The whole process group gets it, as from a terminal, but
+    SIGKILL goes to the main process alone. Returns the output of the run, its exit status, the
+    samples of `weigh` and the processes that are left."""
     pipes = {"stderr": subprocess.STDOUT, "stdout": subprocess.PIPE, "text": True}
     process = subprocess.Popen(command, cwd=ROOT, env=environ, start_new_session=True, **pipes)
     samples = []

@@ -354,7 +354,7 @@ def test_simulators_that_fail(tmp_path, said, place):
     assert [fault for fault in failing if REASONS[fault] not in words] == []
     if place == "middle":
         assert f"environment {FAULTS.index('raise')}, episode 2, step 3:\n" in words
-        assert "Traceback" in words
+        assert words.count("Traceback") >= 6  # of `raise`, `quit` and four wrong answers
 
 
 @pytest.mark.parametrize("lines", [range(1, 200, 22), range(12, 200, 22)])
@@ -679,7 +679,7 @@ def test_a_run_goes_on(tmp_path, said, where):
     words = said()
     lost = sum(logged(folder, "ver/lost_steps").values())
     assert 1 <= lost <= 2 * words.count("started again")  # the last ones are not in a rollout
-    assert "step 10:\nTraceback" in words and REASONS["raise"] in words
+    assert "step 10:\n" in words and "Traceback" in words and REASONS["raise"] in words
     assert {length for _, length in saved(folder)["recent"]} == {20.0}
     assert saved(folder)["step"] == 768 and nobody_left()
 
@@ -742,7 +742,7 @@ def stopped(monkeypatch):
 
 
 UPDATE = ver_ppo, "ppo_update"
-CHOOSE = ver_ppo.Collector, "observe"  # called for each batch
+CHOOSE = ver_ppo.Collector, "observe"  # for each batch of actions, and for bootstrap values
 
 
 @pytest.mark.parametrize("owner, name", [UPDATE, CHOOSE])
@@ -752,7 +752,7 @@ def test_signals(tmp_path, stopped, number, owner, name):
     Afterwards the signals have their former handlers again."""
     handlers = [signal.getsignal(each) for each in ver_ppo.SIGNALS]
     updating = name == "ppo_update"
-    stopped(owner, name, number, times=1 if updating else 100)  # a rollout has 66 calls at most
+    stopped(owner, name, number, times=1 if updating else 100)  # the first rollout has 68 at most
     workers = "0" if updating else "1"
     args = small(tmp_path, *f"{CARTPOLE} 640 --num-workers {workers}".split())
     assert ver_ppo.main(args) == 128 + number

@@ -48,14 +48,15 @@ def test_every_value_is_right(count, sampler):
     doors = {"extensions": (f"inference(workers={count})",), "policy": "tests.test_inference:Slow"}
     with collecting(**sizes, **doors) as run:
         served = 0
+        begun = set()  # environments
         bootstrap = None
         for version in range(5, 13):
             run.version = version
             rollout = run.collect()
             assert rollout.rows == 5 * 16
             c = run.collector
-            nobody_is_lost = {*c.idle.tolist(), *np.flatnonzero(c.in_flight_N).tolist()}
-            assert nobody_is_lost == set(range(5))
+            begun |= set(rollout["env"].tolist())  # a slow worker may still start the others
+            assert begun <= {*c.idle.tolist(), *np.flatnonzero(c.in_flight_N).tolist()}
             check_rollout(rollout, version)
             if sampler != "ver":
                 assert (np.bincount(rollout["env"]) == 16).all()
@@ -74,11 +75,11 @@ def test_every_value_is_right(count, sampler):
             with torch.no_grad():
                 for weight in run.policy.parameters():
                     weight *= 1 if version % 2 else 0.97
-        assert served > 200
+        assert served > 200 and begun == set(range(5))
 
 
 class Greedy(ver_ppo.Run):
-    """No chance decides which action is taken."""
+    """Takes the most probable action, so no random number is drawn."""
 
     def start(self):
         super().start()
@@ -86,7 +87,8 @@ class Greedy(ver_ppo.Run):
 
 
 def test_one_is_as_none(tmp_path):
-    """With one inference process, a lock-step and no chance, a run learns the same, bit for bit."""
+    """In lock-step and without chance, a run learns the same with one inference process as with
+    none, bit for bit."""
     line = "--env-id CartPole-v1 --num-workers 1 --sampler sync --total-timesteps 1000"
     line += " --extensions tests.test_inference:Greedy"
     none = saved(run_here(tmp_path / "none", line))
@@ -96,7 +98,7 @@ def test_one_is_as_none(tmp_path):
 
 def test_carried_steps(tmp_path):
     """With one inference process, a run with uneven environments learns from the same kind of steps
-    as without: as many are carried over, and they have similar weights."""
+    as without: about as many are carried over, and they have similar weights."""
     line = "--env-id CartPole-v1 --num-workers 2 --total-timesteps 1000"
     line += " --wrappers latency(mean_ms=6,spread=1,between=0.5)"
     found = {}
@@ -152,7 +154,7 @@ class Kill(ver_ppo.Run):
 
 
 class Stop(Kill):
-    """Stops them, and waits for only 3 s."""
+    """Stops the inference processes, and waits for only 3 s."""
 
     number = signal.SIGSTOP
 

@@ -730,7 +730,7 @@ def test_failing_environment_of_one_rank(tmp_path, on_two, env, words, learned):
     line = "--env-id tests.envs:Count-v0 --num-workers 2 --max-worker-restarts 0 --wrappers"
     args = small(tmp_path, *line.split(), LATENCY.format(25 if learned else 300))
     more = ["--env-id", f"tests.faulty_envs:{env}-v0"]
-    if learned:  # it fails early in a rollout: the other rank is far from its end
+    if learned:  # rank 1 is faster: when it fails, rank 0 is far from the end of its rollout
         more += ["--wrappers", LATENCY.format(1)]
     ranks = on_two(run_main, args, more)
     assert [rank.status for rank in ranks] == [1, 1], ranks[0].printed
@@ -747,7 +747,7 @@ def test_failing_environment_of_one_rank(tmp_path, on_two, env, words, learned):
 def test_error_of_one_rank(tmp_path, on_two, more):
     """An error that only one rank has, as out of memory. It raises that error. The other rank
     notices at once that it has gone, although it would wait for a minute."""
-    on_two(int)  # if this is their first task, the two processes must start
+    on_two(int)  # the two processes must have started before the time is measured
     begun_at = time.monotonic()
     args = small(tmp_path, *HERE, *more)
     ranks = on_two(run_main, args, ["--policy", "tests.envs:Greedy"])
@@ -906,8 +906,8 @@ SLOW = [*SLOW.split(), "--wrappers", LATENCY.format(10)]
 
 
 def test_silent_rank(tmp_path):
-    """If a rank stands still, the other one ends within --rank-timeout. (Nobody tells it, as if the
-    two were on different machines.)"""
+    """If a rank stands still, the other one ends soon after --rank-timeout. (Nobody tells it, as if
+    the two were on different machines.)"""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     command = ["ver_multigpu.py", *small(tmp_path, *SLOW)]
     ranks = []

@@ -699,8 +699,8 @@ def test_notebook_runs(path):
         if cell.cell_type == "code":
             cell.outputs = []
     where = {"metadata": {"path": str(path.parent)}}
-    # sockets are files: another process might take a port before the kernel does. Their paths must
-    # be short
+    # the kernel uses socket files, because another process might take its port first. Their paths
+    # must be short
     with tempfile.TemporaryDirectory(dir="/tmp") as sockets:
         kernel = AsyncKernelManager(transport="ipc", ip=f"{sockets}/kernel")
         NotebookClient(notebook, kernel, timeout=600, resources=where).execute()
