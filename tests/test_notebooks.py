@@ -23,7 +23,7 @@ from notebooks import draw
 from notebooks.environments.pointnav import PointNav
 from notebooks.extensions import virtual_clock
 from notebooks.solutions import bug_hunt
-from tests.helpers import ROOT
+from tests.helpers import ROOT, nobody_left
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 EACH = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -703,7 +703,9 @@ def test_notebook_runs(path):
     # must be short
     with tempfile.TemporaryDirectory(dir="/tmp") as sockets:
         kernel = AsyncKernelManager(transport="ipc", ip=f"{sockets}/kernel")
-        NotebookClient(notebook, kernel, timeout=600, resources=where).execute()
+        client = NotebookClient(notebook, kernel, timeout=600, resources=where)
+        client.execute(cleanup_kc=True)  # ends the kernel
+    assert nobody_left()
     check_outputs(notebook)
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     printed = "".join(output.get("text", "") for output in outputs)
