@@ -1,5 +1,6 @@
-"""Make `import ver_ppo` and `import notebooks` work from wherever pytest is started."""
+"""Make `import ver_ppo` and `import notebooks` work from wherever and however pytest is started."""
 
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,11 @@ from tensorboard.summary.writer import event_file_writer
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 pytest.register_assert_rewrite("tests.helpers")  # its assertions show their values, too
+
+# A job in the background of a script ignores SIGINT, and a job under nohup SIGHUP. All processes
+# that the tests start would ignore them, too
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # TensorBoard reads event files in the order of their names. Names from the same second differ in a
 # counter at their end, and 10 comes before 9. So the counter starts at 1000

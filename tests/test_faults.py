@@ -736,9 +736,7 @@ def stopped(monkeypatch):
 
         monkeypatch.setattr(owner, name, call)
 
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored
-    yield stop_in
-    signal.signal(signal.SIGHUP, before)
+    return stop_in
 
 
 UPDATE = ver_ppo, "ppo_update"
@@ -803,9 +801,12 @@ def test_a_signal_in_the_last_update(tmp_path, stopped, capsys):
 def test_nohup(tmp_path, stopped):
     """A SIGHUP that is ignored stays ignored."""
     stopped(*UPDATE, signal.SIGHUP)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    assert saved(run_here(tmp_path, f"{CARTPOLE} 128"))["step"] == 128
-    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert saved(run_here(tmp_path, f"{CARTPOLE} 128"))["step"] == 128
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.parametrize("number", [4, 12])  # of eight mini-batches per update

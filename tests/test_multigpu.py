@@ -55,7 +55,6 @@ def begin_rank(rank, port, path):
         os.dup2(file.fileno(), 2)
     os.environ.update(rank_environment(rank, 2, port), TORCHELASTIC_USE_AGENT_STORE="True")
     torch.set_num_threads(1)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored
 
 
 @pytest.fixture(scope="module")
