@@ -244,6 +244,8 @@ def test_every_mode_loses_nothing(mode):
     expected = [(None, None)] * 5
     policies = {}
     lags = []
+    started = []  # when each rollout began
+    behind = []  # by how many versions each action was too old when it was sent
     sizes = {"num_envs": 5, "num_steps": 16, "wrappers": latency(1, 0.8)}
     with collecting(**sizes, **MODES[mode]) as run:
         policy = run.policy
@@ -258,6 +260,9 @@ def test_every_mode_loses_nothing(mode):
                 check_probabilities(policy, rollout, np.flatnonzero(rollout["version"] == used))
             policy.load_state_dict(policies[run.version])
             lags.append(run.version - rollout["version"])
+            started.append(rollout.started_at)
+            newest_S = 4 + np.searchsorted(started, rollout["sent_at"], side="right")
+            behind += (newest_S - rollout["version"]).tolist()
             time.sleep(0.02)
             with torch.no_grad():  # an update that changes every probability, also by buffers
                 for part in policy.state_dict().values():
@@ -265,10 +270,14 @@ def test_every_mode_loses_nothing(mode):
             if "overlap" in mode or "async" in mode:
                 run.collector.publish(policy, run.version + 1)
     lag = np.concatenate(lags[2:])
+    carried = "sync" not in mode and "nover" not in mode
+    most = 5 if "async" in mode else ("overlap" in mode) + carried
     assert 0 == lag.min()
-    assert lag.any() == (mode not in ("nover", "sync"))
-    if "overlap" in mode:
-        assert lag.mean() < 1  # new weights are used within a rollout
+    assert lag.any() == (mode not in ("nover", "sync")) and (most < 1 or lag.mean() < most)
+    if "async" in mode:
+        assert lag.max() <= most
+    else:  # a step that is in flight for long may have any lag
+        assert set(behind) <= {0, int("overlap" in mode)}
 
 
 def test_weights_are_copied_whole():
@@ -377,7 +386,7 @@ def test_trace(tmp_path, mode):
     sizes = [int(name.split()[-1]) for *_, name in batches]
     assert sum(sizes) == sum(map(len, lanes.values())) == 640
     shortest = min(end - begin for lane in lanes.values() for begin, end, _ in lane)
-    assert 1000 <= shortest < 3000
+    assert shortest == pytest.approx(1100, rel=0.1)
     for worker in (0, 1):
         steps = sorted(lanes[f"environment {worker}"] + lanes[f"environment {worker + 2}"])
         assert all(earlier[1] <= later[0] + 2 for earlier, later in zip(steps, steps[1:]))
