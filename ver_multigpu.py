@@ -46,6 +46,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+# PyTorch loads this with the first optimizer. Its functions have the process group of that moment
+# as a default argument. Such a group outlives `leave_group`, and its threads abort the process when
+# Python shuts down
+import torch.distributed.nn
+
 from ver_ppo import EnvironmentFailure, Interrupted, UserError
 
 # ---------------------------------------------------------------------------------------- Options
@@ -148,12 +153,8 @@ def name_start(store, rank, size, timeout_sec):
 
 def leave_group():
     """Leave the process group. A second call does nothing."""
-    if not dist.is_initialized():
-        return
-    dist.destroy_process_group()
-    # gloo's threads may still hold tensors. If one frees them while Python shuts down, the process
-    # aborts
-    time.sleep(0.1)
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 # ------------------------------------------------------------------------------------- Preemption

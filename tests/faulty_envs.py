@@ -134,7 +134,7 @@ class Zoo(Count):
 
 class Household(Count):
     """Uses multiprocessing, and starts a program that runs until `close` ends it politely. `close`
-    notes the seconds that this takes. If environment `number` has a fault in `faults`, it fails in
+    notes the program's exit code. If environment `number` has a fault in `faults`, it fails in
     its 20th step, and makes a file of that name in --runs-dir. Then the program is left behind,
     because `close` hangs. With "leave", it never fails, and `close` does nothing."""
 
@@ -162,11 +162,10 @@ class Household(Count):
         if self.fault in DEADLY and self.life >= 20:
             DEADLY["hang"]()
         if self.program is not None and self.fault != "leave":
-            began_at = time.monotonic()
             self.program.terminate()
-            self.program.wait()
+            code = self.program.wait()
             with open(self.folder / "closed", "a") as file:
-                file.write(f"{time.monotonic() - began_at}\n")
+                file.write(f"{code}\n")
 
 
 class Stumbler(Count):

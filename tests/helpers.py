@@ -13,6 +13,7 @@ from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
 import gymnasium as gym
+import numpy as np
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -116,6 +117,23 @@ def wait_until(condition, seconds=180):
     while not condition():
         assert time.monotonic() < deadline, "it never came true"
         time.sleep(0.05)
+
+
+def busy_shares(spans, others):
+    """For each of these spans of time (begin, end): the share of it that the others cover, which do
+    not overlap each other."""
+    began, ended = np.array(others).T
+    return [
+        (np.minimum(ended, end) - np.maximum(began, begin)).clip(0).sum() / (end - begin)
+        for begin, end in spans
+    ]
+
+
+def wait_for_all(collector):
+    """Wait until every environment has given its first observation. (A worker may start late, and
+    collecting begins without it.)"""
+    while len(collector.arrived) < collector.options.num_envs:
+        collector.arrived += collector.workers.receive(0.05)
 
 
 def make_spec(observation_space, action_space, metrics=()):

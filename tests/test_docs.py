@@ -119,7 +119,7 @@ def test_members_of_a_run():
     told = re.findall(r"`(\w+)(?:\([\w, ]*\))?`", " ".join(cells))
     assert len(told) == len(set(told)) >= 15
     assert [name for name in told if not hasattr(ver_ppo.Run, name)] == []
-    lists = re.findall(r"^ {8}((?:\w+, )*\w+) {4}", ver_ppo.Run.__doc__, re.M)
+    lists = re.findall(r"^ {4}((?:\w+, )*\w+) {4}", inspect.getdoc(ver_ppo.Run), re.M)
     assert len(lists) >= 10 and set(", ".join(lists).split(", ")) <= set(told)
 
 

@@ -451,7 +451,7 @@ def test_latency(monkeypatch):
         wrappers = (f"latency(mean_ms=20.0, spread={sigma})",)
         options = ver_ppo.Options(env_id="tests.envs:Count-v0", wrappers=wrappers)
         env = ver_ppo.make_env(options, "train", number)
-        env.reset()
+        env.reset(seed=number)
         slept.clear()
         for _ in range(20000):
             env.step(0)

@@ -155,6 +155,10 @@ def test_curves_elsewhere(tmp_path):
     assert b"num_minibatches" in content
 
 
+with_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="Muon needs torch 2.9")
+
+
+@with_muon
 def test_optimizer(tmp_path):
     """Muon has a momentum for each matrix, Adam its own state for all else; both follow the
     schedule; everything moves; a resumed run goes on with these states."""
@@ -191,6 +195,7 @@ def test_optimizer(tmp_path):
         assert set(steps) == {updates * 2 * 2}  # --update-epochs, --num-minibatches
 
 
+@with_muon
 def test_optimizer_is_both(tmp_path):
     """It does what Muon and Adam would do apart, also after it was written and read. Another
     optimizer's state is refused."""
@@ -264,25 +269,19 @@ def test_sampler():
     assert c.has_ended(rollout)  # after a signal
 
 
-SLOW = [
-    "--num-workers",
-    "2",
-    "--wrappers",
-    "latency(mean_ms=1, spread=2.0)",
-]
-
-
 @pytest.mark.parametrize("who", ["overlap", "rank"])
 def test_sampler_in_a_run(who, tmp_path):
     """In its command, which overlaps, and in ranks that are not preempted: updates have half of S
-    steps at least, and rarely all of them."""
-    options = SLOW + ["--env-kwargs", "image_size=16"]
+    steps at least, and never all of them, because the steps of one worker take 0.5 ms on average
+    and those of the other one 25 ms."""
+    options = ["--num-workers", "2", "--env-kwargs", "image_size=16"]
+    options += ["--seed", "1", "--wrappers", "latency(mean_ms=4, spread=0, between=1.5)"]
     if who == "rank":
         options += ["--extensions", "half:Half", "--preemption", "none"]
     main = ver_multigpu.main if who == "rank" else ver_ppo.main
     found = curves(run("half", tmp_path, 500, *options, main=main))
     steps = np.diff([0, *(step for step, _ in found["losses/policy_loss"])])
-    assert (steps >= 32).all() and (steps <= 64).all() and (steps < 64).mean() > 0.5, steps
+    assert (steps >= 32).all() and (steps < 64).all(), steps
     assert max(value for _, value in found["ver/steps_per_env_max"]) >= 16
     assert max(value for _, value in found["ver/policy_lag_max"]) >= (who == "overlap")
 

@@ -21,6 +21,7 @@ from tests.helpers import (
     run_here,
     saved,
     small,
+    wait_for_all,
 )
 from tests.test_samplers import collecting
 
@@ -48,15 +49,14 @@ def test_every_value_is_right(count, sampler):
     doors = {"extensions": (f"inference(workers={count})",), "policy": "tests.test_inference:Slow"}
     with collecting(**sizes, **doors) as run:
         served = 0
-        begun = set()  # environments
         bootstrap = None
+        wait_for_all(run.collector)
         for version in range(5, 13):
             run.version = version
             rollout = run.collect()
             assert rollout.rows == 5 * 16
             c = run.collector
-            begun |= set(rollout["env"].tolist())  # a slow worker may still start the others
-            assert begun <= {*c.idle.tolist(), *np.flatnonzero(c.in_flight_N).tolist()}
+            assert {*c.idle.tolist(), *np.flatnonzero(c.in_flight_N).tolist()} == set(range(5))
             check_rollout(rollout, version)
             if sampler != "ver":
                 assert (np.bincount(rollout["env"]) == 16).all()
@@ -75,7 +75,7 @@ def test_every_value_is_right(count, sampler):
             with torch.no_grad():
                 for weight in run.policy.parameters():
                     weight *= 1 if version % 2 else 0.97
-        assert served > 200 and begun == set(range(5))
+        assert served > 200
 
 
 class Greedy(ver_ppo.Run):
@@ -96,19 +96,28 @@ def test_one_is_as_none(tmp_path):
     assert differences(none, one) == []
 
 
+class Together(ver_ppo.Run):
+    """Begins when all environments have started."""
+
+    def start(self):
+        super().start()
+        wait_for_all(self.collector)
+
+
 def test_carried_steps(tmp_path):
     """With one inference process, a run with uneven environments learns from the same kind of steps
     as without: about as many are carried over, and they have similar weights."""
     line = "--env-id CartPole-v1 --num-workers 2 --total-timesteps 1000"
     line += " --wrappers latency(mean_ms=6,spread=1,between=0.5)"
+    line += " --extensions tests.test_inference:Together"
     found = {}
-    for name, more in {"none": "", "one": "--extensions inference(workers=1) check"}.items():
+    for name, more in {"none": "", "one": "inference(workers=1) check"}.items():
         folder = run_here(tmp_path / name, f"{line} {more}")
         tags = "ver/carried_share", "ver/importance_weight"
         found[name] = [np.mean(list(logged(folder, tag).values())) for tag in tags]
     (carried, weight), (carried_none, weight_none) = found["one"], found["none"]
     # of 24 runs each, most of them on a busy machine: 0.038 to 0.044, and 0.77 to 0.80
-    assert carried == pytest.approx(carried_none, abs=0.015)
+    assert carried == pytest.approx(carried_none, abs=0.01)
     assert weight == pytest.approx(weight_none, abs=0.1)
 
 

@@ -234,6 +234,26 @@ def test_ranks_part_before_evaluating(tmp_path, monkeypatch):
     assert together == [False]
 
 
+def threads_left():
+    """How many threads a group leaves in this process, which has made no optimizer before."""
+    number = lambda: len(os.listdir("/proc/self/task"))
+    before = number()
+    ranks = ver_multigpu.Ranks(60)
+    weight = torch.nn.Parameter(torch.ones(1))
+    weight.grad = torch.ones(1)
+    torch.optim.Adam([weight]).step()
+    ranks.average([weight.data])
+    assert number() > before
+    ver_multigpu.leave_group()
+    return number() - before
+
+
+def test_leaving_the_group():
+    """Its connections and threads end: nothing else refers to it."""
+    with get_context("spawn").Pool(1) as pool:
+        assert pool.apply(threads_left) == 0
+
+
 def rollout_of(seed):
     """A rollout of one rank, its policy (the same for every seed), and options."""
     durations = np.random.default_rng(seed).uniform(0.3, 3.0, 64)

@@ -27,6 +27,7 @@ from notebooks.extensions.virtual_clock import (
     build,
     taken,
 )
+from tests.helpers import busy_shares, wait_for_all
 
 
 def table(seed, num_envs=4, spread=0.8):
@@ -274,10 +275,8 @@ def test_every_mode_loses_nothing(mode):
     most = 5 if "async" in mode else ("overlap" in mode) + carried
     assert 0 == lag.min()
     assert lag.any() == (mode not in ("nover", "sync")) and (most < 1 or lag.mean() < most)
-    if "async" in mode:
-        assert lag.max() <= most
-    else:  # a step that is in flight for long may have any lag
-        assert set(behind) <= {0, int("overlap" in mode)}
+    # (a step that is in flight for long may have any lag)
+    assert set(behind) <= {0, int("overlap" in mode or "async" in mode)}
 
 
 def test_weights_are_copied_whole():
@@ -363,6 +362,20 @@ def test_collecting_process_dies(wait_sec):
             run.collect()  # ... and this is not
 
 
+class TogetherCollector(ver_ppo.Collector):
+    """Begins when all environments have started."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        wait_for_all(self)
+
+
+class Together(ver_ppo.Run):
+    """The same, also where another process collects."""
+
+    collector_class = TogetherCollector
+
+
 @pytest.mark.parametrize("mode", ["ver", "overlap"])
 def test_trace(tmp_path, mode):
     """A trace shows each step of each environment, each batch with its size, and each learning
@@ -372,7 +385,9 @@ def test_trace(tmp_path, mode):
     args = "--env-id tests.envs:Count-v0 --num-envs 4 --num-steps 32 --total-timesteps 640"
     args += " --num-workers 2 --hidden-size 16 --eval-episodes 0 --learner-threads 1"
     args += " --update-epochs 20"
-    extensions = ["overlap"] if mode == "overlap" else []
+    extensions = ["tests.test_samplers:Together"]
+    if mode == "overlap":
+        extensions.append("overlap")
     args = [*args.split(), "--wrappers", *latency(1, 0), "--runs-dir", str(tmp_path)]
     assert ver_ppo.main([*args, "--extensions", *extensions, f"trace(file={path})"]) == 0
     lanes = {}
@@ -406,12 +421,8 @@ def test_double_buffering():
             run.policy.step = lambda *args: (time.sleep(0.006), step(*args))[1]
             run.collect()
             rollout = run.collect()
-        began_S = rollout["began_at"]
-        ended_S = began_S + rollout["step_sec"]
-        shares = []  # for each inference, the share of its time in which the worker steps
-        for began, ended in zip(rollout["inference_at"], rollout["sent_at"]):
-            both_S = np.minimum(ended_S, ended) - np.maximum(began_S, began)
-            shares.append(both_S.clip(0).sum() / (ended - began))
-        busy[num_envs] = np.median(shares)
+        steps = np.stack([rollout["began_at"], rollout["began_at"] + rollout["step_sec"]], axis=1)
+        inferences = zip(rollout["inference_at"], rollout["sent_at"])
+        busy[num_envs] = np.median(busy_shares(inferences, steps))
     assert busy[1] == 0, "the time stamps are wrong"
     assert busy[2] > 0.5, busy
