@@ -46,9 +46,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-# PyTorch loads this with the first optimizer. Its functions have the process group of that moment
-# as a default argument. Such a group outlives `leave_group`, and its threads abort the process when
-# Python shuts down
+# This is not used here, but must be imported before there is a process group. Otherwise the first
+# optimizer imports it, and its functions keep the group of that moment as a default argument. Then
+# the group's threads outlive `leave_group`, and can abort the process when Python shuts down
 import torch.distributed.nn
 
 from ver_ppo import EnvironmentFailure, Interrupted, UserError

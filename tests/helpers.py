@@ -9,7 +9,8 @@ import socket
 import subprocess
 import sys
 import time
-from multiprocessing import forkserver, resource_tracker
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import forkserver, get_context, resource_tracker
 from pathlib import Path
 
 import gymnasium as gym
@@ -120,9 +121,9 @@ def wait_until(condition, seconds=180):
 
 
 def busy_shares(spans, others):
-    """For each of these spans of time (begin, end): the share of it that the others cover, which do
-    not overlap each other."""
-    began, ended = np.array(others).T
+    """For each span of time (begin, end): the share of it that the other spans cover. The other
+    spans must not overlap each other."""
+    began, ended = np.array([*others]).T
     return [
         (np.minimum(ended, end) - np.maximum(began, begin)).clip(0).sum() / (end - begin)
         for begin, end in spans
@@ -130,8 +131,8 @@ def busy_shares(spans, others):
 
 
 def wait_for_all(collector):
-    """Wait until every environment has given its first observation. (A worker may start late, and
-    collecting begins without it.)"""
+    """Wait until every environment has given its first observation. (Otherwise, collecting begins
+    without the environments of a worker that starts late.)"""
     while len(collector.arrived) < collector.options.num_envs:
         collector.arrived += collector.workers.receive(0.05)
 
@@ -163,6 +164,12 @@ def rank_environment(rank, size, port):
     """The environment variables that torchrun gives a rank, except those of its agent."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     return dict(zip(names, map(str, (rank, rank, size, size, "127.0.0.1", port))))
+
+
+def in_new_process(function, *args):
+    """What this function returns in a process that has run nothing else."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(function, *args).result(300)
 
 
 def start(command, **environment):

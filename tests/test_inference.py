@@ -97,7 +97,7 @@ def test_one_is_as_none(tmp_path):
 
 
 class Together(ver_ppo.Run):
-    """Begins when all environments have started."""
+    """Begins to train when all environments have started."""
 
     def start(self):
         super().start()
@@ -109,15 +109,15 @@ def test_carried_steps(tmp_path):
     as without: about as many are carried over, and they have similar weights."""
     line = "--env-id CartPole-v1 --num-workers 2 --total-timesteps 1000"
     line += " --wrappers latency(mean_ms=6,spread=1,between=0.5)"
-    line += " --extensions tests.test_inference:Together"
+    line += " --extensions tests.test_inference:Together check"
     found = {}
-    for name, more in {"none": "", "one": "inference(workers=1) check"}.items():
+    for name, more in {"none": "", "one": "inference(workers=1)"}.items():
         folder = run_here(tmp_path / name, f"{line} {more}")
         tags = "ver/carried_share", "ver/importance_weight"
         found[name] = [np.mean(list(logged(folder, tag).values())) for tag in tags]
     (carried, weight), (carried_none, weight_none) = found["one"], found["none"]
-    # of 24 runs each, most of them on a busy machine: 0.038 to 0.044, and 0.77 to 0.80
-    assert carried == pytest.approx(carried_none, abs=0.01)
+    # of 32 runs on a busy machine: 0.040 to 0.044, and 0.77 to 0.81
+    assert carried == pytest.approx(carried_none, abs=0.015)
     assert weight == pytest.approx(weight_none, abs=0.1)
 
 

@@ -534,8 +534,8 @@ def test_wrappers_of_gymnasium(tmp_path, capsys):
 
 def test_simulation_beside_inference(monkeypatch):
     """With ActionDelay, the environment simulates a step (30 ms) while the policy computes the next
-    action (25 ms). Without it, the environment waits."""
-    simulated = []  # begin and end of each step
+    action (25 ms). Without ActionDelay, the environment waits."""
+    simulated = []  # begin and end of each simulated step
     step = wrappers.Latency.step
 
     def timed_step(env, action):

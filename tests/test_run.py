@@ -4,7 +4,6 @@ import ctypes
 import itertools
 import json
 import math
-import multiprocessing
 import os
 import re
 import shlex
@@ -31,6 +30,7 @@ from tests.helpers import (
     CHECKED,
     ROOT,
     differences,
+    in_new_process,
     logged,
     nobody_left,
     one_line,
@@ -737,10 +737,11 @@ PR_SET_THP_DISABLE = 41  # of linux/prctl.h
 
 
 def weigh(tmp_path):
-    """Run 200 updates in this process. Returns the MiB that it has written to, after each."""
+    """Run 200 updates in this process. Returns, after each update, how many MiB of its memory this
+    process has written to."""
     written_mib = []
     log = ver_ppo.Run.log
-    ctypes.CDLL(None).prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0)  # no huge pages: they count at once
+    ctypes.CDLL(None).prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0)  # huge pages count at once
 
     def log_and_weigh(run, *args):
         log(run, *args)
@@ -754,10 +755,9 @@ def weigh(tmp_path):
 
 
 def test_memory_is_flat(tmp_path):
-    """Hundreds of updates later, the process holds no more memory than after the first ones. It is
-    a new process: in this one, what other tests have left can move the memory by some MiB."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        written_mib = pool.apply(weigh, [tmp_path])
+    """Hundreds of updates later, the process holds no more memory than after the first ones. The
+    process is new, because what other tests leave behind can change the memory by some MiB."""
+    written_mib = in_new_process(weigh, tmp_path)
     assert len(written_mib) == 200
     assert np.mean(written_mib[-50:]) - np.mean(written_mib[80:130]) < 1
 
