@@ -46,9 +46,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-# This is not used here, but must be imported before there is a process group. Otherwise the first
-# optimizer imports it, and its functions keep the group of that moment as a default argument. Then
-# the group's threads outlive `leave_group`, and can abort the process when Python shuts down
+# Not used here, but it must be imported before there is a process group. If a group exists by then,
+# the functions of this module keep it as a default argument. The first optimizer would import it
+# too late: then the group's threads outlive `leave_group`, and can abort the process at its end
 import torch.distributed.nn
 
 from ver_ppo import EnvironmentFailure, Interrupted, UserError

@@ -121,8 +121,8 @@ def wait_until(condition, seconds=180):
 
 
 def busy_shares(spans, others):
-    """For each span of time (begin, end): the share of it that the other spans cover. The other
-    spans must not overlap each other."""
+    """For each span of time (begin, end), the share of it that `others` cover. These are spans,
+    too, and must not overlap each other."""
     began, ended = np.array([*others]).T
     return [
         (np.minimum(ended, end) - np.maximum(began, begin)).clip(0).sum() / (end - begin)
@@ -167,9 +167,9 @@ def rank_environment(rank, size, port):
 
 
 def in_new_process(function, *args):
-    """What this function returns in a process that has run nothing else."""
+    """Call `function` in a new process. Returns its result."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(function, *args).result(300)
+        return pool.submit(function, *args).result()
 
 
 def start(command, **environment):

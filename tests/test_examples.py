@@ -271,9 +271,9 @@ def test_sampler():
 
 @pytest.mark.parametrize("who", ["overlap", "rank"])
 def test_sampler_in_a_run(who, tmp_path):
-    """In its command, which overlaps, and in ranks that are not preempted. Updates have at least
-    half of S steps, and never all: the two environments of a worker take turns, and the steps of
-    the workers take 0.5 and 25 ms on average."""
+    """In the example's command, which has `overlap`, and in ranks without preemption. Each update
+    has at least S / 2 steps, and fewer than S: the steps of one worker take 0.5 ms on average,
+    those of the other one 25 ms. The two environments of a worker take turns."""
     options = ["--num-workers", "2", "--env-kwargs", "image_size=16"]
     options += ["--seed", "1", "--wrappers", "latency(mean_ms=4, spread=0, between=1.5)"]
     if who == "rank":

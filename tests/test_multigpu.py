@@ -237,8 +237,8 @@ def test_ranks_part_before_evaluating(tmp_path, monkeypatch):
 
 
 def group_outlives():
-    """Whether a process group still exists after `leave_group`. This process must be new, so that
-    it makes its first optimizer while there is a group."""
+    """Whether a process group still exists after `leave_group`. Call this in a new process, where
+    no optimizer has been made yet."""
     ver_multigpu.Ranks(60)
     group = weakref.ref(dist.group.WORLD)
     torch.optim.Adam([torch.nn.Parameter(torch.ones(1))])
@@ -248,7 +248,7 @@ def group_outlives():
 
 
 def test_leaving_the_group():
-    """Nothing keeps the process group, so its threads end."""
+    """Then nothing in Python refers to the process group, so its threads end."""
     assert not in_new_process(group_outlives)
 
 

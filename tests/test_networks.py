@@ -561,9 +561,10 @@ def test_simulation_beside_inference(monkeypatch):
             inferences.append((began_at, time.perf_counter()))
             env.step(0)
         env.close()  # waits for the last step
+        assert len(simulated) == 16
         shares[delay] = busy_shares(inferences, simulated)
         simulated.clear()
-    assert max(shares[False]) == 0 and np.median(shares[True]) > 0.9, shares
+    assert max(shares[False]) == 0 and np.median(shares[True]) > 0.5, shares
 
 
 def test_transfer(tmp_path, capsys):

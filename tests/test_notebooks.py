@@ -324,7 +324,7 @@ FEWER_STEPS = {  # of training in these notebooks, where their checks do not ask
     "08_language_models": {"range(30)": "range(3)"},
     "09_bug_hunt": {"UPDATES = 40": "UPDATES = 4"},
     "10_train_pointnav": {
-        # with --num-workers 0, every run learns the same, so its checks do not depend on chance
+        # with --num-workers 0, all runs learn the same: the notebook's checks are free of chance
         "--total-timesteps 25000 {latency}": "--total-timesteps 25000 --num-workers 0 {latency}",
         "latency(mean_ms=10,": "latency(mean_ms=0.1,",
         "ROLLOUTS = 40": "ROLLOUTS = 10",
@@ -809,7 +809,8 @@ def test_first_cell(tmp_path):
     (tmp_path / "first_cell.py").write_text(f'{source}\nprint(find_spec("ver_ppo").origin)')
     command = [sys.executable, tmp_path / "first_cell.py"]
     fetched = tmp_path / "ver-readable"
-    config = tmp_path / "gitconfig"  # otherwise git clones no folder of another user
+    # without this, git refuses to clone a repository that belongs to another user
+    config = tmp_path / "gitconfig"
     config.write_text("[safe]\n\tdirectory = *\n")
     more = os.environ | {"VER_REPOSITORY": str(ROOT), "GIT_CONFIG_GLOBAL": str(config)}
     for folder, found in ((ROOT, ROOT), (ROOT / "notebooks", ROOT), (tmp_path, fetched)):

@@ -737,11 +737,12 @@ PR_SET_THP_DISABLE = 41  # of linux/prctl.h
 
 
 def weigh(tmp_path):
-    """Run 200 updates in this process. Returns, after each update, how many MiB of its memory this
-    process has written to."""
+    """Run 200 updates in this process, which must be new. Returns how many MiB of its memory it had
+    written to after each update."""
     written_mib = []
     log = ver_ppo.Run.log
-    ctypes.CDLL(None).prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0)  # huge pages count at once
+    # otherwise, one written byte can count as a huge page of 2 MiB
+    ctypes.CDLL(None).prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0)
 
     def log_and_weigh(run, *args):
         log(run, *args)
@@ -756,7 +757,7 @@ def weigh(tmp_path):
 
 def test_memory_is_flat(tmp_path):
     """Hundreds of updates later, the process holds no more memory than after the first ones. The
-    process is new, because what other tests leave behind can change the memory by some MiB."""
+    process is new, because leftovers of other tests can change its memory by some MiB."""
     written_mib = in_new_process(weigh, tmp_path)
     assert len(written_mib) == 200
     assert np.mean(written_mib[-50:]) - np.mean(written_mib[80:130]) < 1

@@ -27,7 +27,7 @@ from notebooks.extensions.virtual_clock import (
     build,
     taken,
 )
-from tests.helpers import busy_shares
+from tests.helpers import EXTENSIONS, busy_shares
 
 
 def table(seed, num_envs=4, spread=0.8):
@@ -247,7 +247,7 @@ def test_every_mode_loses_nothing(mode):
     lags = []
     started = []  # when each rollout began
     behind = []  # by how many versions each action was too old when it was sent
-    elsewhere = "overlap" in mode or "async" in mode
+    elsewhere = "overlap" in mode or "async" in mode  # another process collects
     sizes = {"num_envs": 5, "num_steps": 16, "wrappers": latency(1, 0.8)}
     with collecting(**sizes, **MODES[mode]) as run:
         policy = run.policy
@@ -276,7 +276,7 @@ def test_every_mode_loses_nothing(mode):
     most = 5 if "async" in mode else ("overlap" in mode) + carried
     assert 0 == lag.min()
     assert lag.any() == (mode not in ("nover", "sync")) and (most < 1 or lag.mean() < most)
-    # not `lag`: a step that is in flight for long may have any lag
+    # (`lag` has no limit: a step can be in flight, and a trajectory unfinished, for long)
     assert set(behind) <= {0, int(elsewhere)}
 
 
@@ -363,18 +363,18 @@ def test_collecting_process_dies(wait_sec):
             run.collect()  # ... and this is not
 
 
-@pytest.mark.parametrize("mode", ["ver", "overlap"])
-def test_trace(tmp_path, mode):
+@pytest.mark.parametrize("mode, workers, sampler", [("here", 1, "ver"), ("overlap", 2, "nover")])
+def test_trace(tmp_path, mode, workers, sampler):
     """A trace shows each step of each environment, each batch with its size, and each learning
-    phase, at the right time. The steps of the one worker do not overlap. Inference and learning
-    overlap only with `overlap`."""
+    phase, at the right time. Steps of one worker do not overlap. Inference and learning overlap
+    only with `overlap`. (Two workers with `ver` would be left to chance: if one of them starts
+    late, its environments may give no step.)"""
     path = tmp_path / "trace.json"
     args = "--env-id tests.envs:Count-v0 --num-envs 4 --num-steps 32 --total-timesteps 640"
-    args += " --num-workers 1 --hidden-size 16 --eval-episodes 0 --learner-threads 1"
-    args += " --update-epochs 20"
-    extensions = ["overlap"] if mode == "overlap" else []
+    args += f" --num-workers {workers} --hidden-size 16 --eval-episodes 0 --learner-threads 1"
+    args += f" --update-epochs 20 --sampler {sampler}"
     args = [*args.split(), "--wrappers", *latency(1, 0), "--runs-dir", str(tmp_path)]
-    assert ver_ppo.main([*args, "--extensions", *extensions, f"trace(file={path})"]) == 0
+    assert ver_ppo.main([*args, "--extensions", *EXTENSIONS[mode], f"trace(file={path})"]) == 0
     lanes = {}
     for event in json.loads(path.read_text()):
         assert event["ph"] == "X"
@@ -387,8 +387,10 @@ def test_trace(tmp_path, mode):
     assert sum(sizes) == sum(map(len, lanes.values())) == 640
     shortest = min(end - begin for lane in lanes.values() for begin, end, _ in lane)
     assert shortest == pytest.approx(1100, rel=0.1)
-    steps = sorted(itertools.chain(*lanes.values()))
-    assert all(earlier[1] <= later[0] + 2 for earlier, later in zip(steps, steps[1:]))
+    for worker in range(workers):
+        own = [lanes[f"environment {e}"] for e in range(worker, 4, workers)]
+        steps = sorted(itertools.chain(*own))
+        assert all(earlier[1] <= later[0] + 2 for earlier, later in zip(steps, steps[1:]))
     pairs = itertools.product(batches, learning)
     overlaps = [batch for batch, phase in pairs if batch[0] < phase[1] and phase[0] < batch[1]]
     assert bool(overlaps) == (mode == "overlap")
