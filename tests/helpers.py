@@ -130,13 +130,6 @@ def busy_shares(spans, others):
     ]
 
 
-def wait_for_all(collector):
-    """Wait until every environment has given its first observation. (Otherwise, collecting begins
-    without the environments of a worker that starts late.)"""
-    while len(collector.arrived) < collector.options.num_envs:
-        collector.arrived += collector.workers.receive(0.05)
-
-
 def make_spec(observation_space, action_space, metrics=()):
     """The Spec of an environment with these spaces."""
     env = gym.Env()

@@ -358,8 +358,9 @@ def test_simulators_that_fail(tmp_path, said, place):
     assert words.count("started again") == len(failing)
     assert [fault for fault in failing if REASONS[fault] not in words] == []
     if place == "middle":
-        place = f"environment {FAULTS.index('raise')}, episode 2, step 3:"
-        assert in_order(words, place, "\nTraceback", REASONS["raise"])
+        where = f"environment {FAULTS.index('raise')}, episode 2, step 3:"
+        assert in_order(words, where, "\nTraceback", REASONS["raise"])
+        assert words.count("Traceback") >= 6  # of `raise`, `quit` and four wrong answers
 
 
 @pytest.mark.parametrize("lines", [range(1, 200, 22), range(12, 200, 22)])

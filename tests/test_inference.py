@@ -21,7 +21,6 @@ from tests.helpers import (
     run_here,
     saved,
     small,
-    wait_for_all,
 )
 from tests.test_samplers import collecting
 
@@ -34,6 +33,18 @@ class Slow(ver_ppo.Policy):
         return super().step(*inputs)
 
 
+class Together(ver_ppo.Run):
+    """Waits until all environments have started. (Otherwise, collecting begins without those of a
+    worker that starts late.)"""
+
+    def start(self):
+        super().start()
+        c = self.collector
+        while len(c.arrived) < self.options.num_envs:
+            c.arrived += c.workers.receive(0.05)
+
+
+TOGETHER = "tests.test_inference:Together"
 UNEVEN = "latency(mean_ms=1, spread=1, between=0.5)"
 
 
@@ -46,11 +57,10 @@ def test_every_value_is_right(count, sampler):
     processes see that. After every second rollout they stay. Then each bootstrap value must be the
     value of that environment's next step."""
     sizes = {"num_envs": 5, "num_steps": 16, "sampler": sampler, "wrappers": (UNEVEN,)}
-    doors = {"extensions": (f"inference(workers={count})",), "policy": "tests.test_inference:Slow"}
-    with collecting(**sizes, **doors) as run:
+    extensions = f"inference(workers={count})", TOGETHER
+    with collecting(**sizes, extensions=extensions, policy="tests.test_inference:Slow") as run:
         served = 0
         bootstrap = None
-        wait_for_all(run.collector)
         for version in range(5, 13):
             run.version = version
             rollout = run.collect()
@@ -96,20 +106,12 @@ def test_one_is_as_none(tmp_path):
     assert differences(none, one) == []
 
 
-class Together(ver_ppo.Run):
-    """Waits until all environments have started. Then it trains."""
-
-    def start(self):
-        super().start()
-        wait_for_all(self.collector)
-
-
 def test_carried_steps(tmp_path):
     """With one inference process, a run with uneven environments learns from the same kind of steps
     as without: about as many are carried over, and they have similar weights."""
     line = "--env-id CartPole-v1 --num-workers 2 --total-timesteps 1000"
     line += " --wrappers latency(mean_ms=6,spread=1,between=0.5)"
-    line += " --extensions tests.test_inference:Together check"
+    line += f" --extensions {TOGETHER} check"
     found = {}
     for name, more in {"none": "", "one": "inference(workers=1)"}.items():
         folder = run_here(tmp_path / name, f"{line} {more}")
