@@ -89,7 +89,10 @@ class Ranks:
         self.rank = 0
         self.size = 1
         if "WORLD_SIZE" in os.environ:
-            self.store, self.rank, self.size = next(dist.rendezvous("env://", timeout=timeout))
+            try:
+                self.store, self.rank, self.size = next(dist.rendezvous("env://", timeout=timeout))
+            except ValueError as error:  # some of torchrun's variables are missing
+                raise UserError(f"start with torchrun, or without WORLD_SIZE: {error}") from None
         name = name_start(self.store, self.rank, self.size, timeout_sec)
         self.store = dist.PrefixStore(name, self.store)
         # without this, an error of NCCL would end the process without a message
@@ -257,7 +260,7 @@ SEED_OF_RANK = 4
 
 class RankRun(ver_ppo.Run):
     """The run of all ranks: rank 0 writes the folder. All ranks add to one counter: of complete
-    steps (optimal), or of ranks that are done (threshold). `enough` reads the counter. When it has
+    steps (optimal), or of ranks that are done (threshold). `look` reads the counter. When it has
     reached `limit`, or the time `latest` has passed, each rollout with `min_steps` steps ends."""
 
     def __init__(self, options):
@@ -272,11 +275,12 @@ class RankRun(ver_ppo.Run):
         self.predicted_sec = 0.0
         failure = None
         try:
-            # preemption needs the usual collector, in this process: it asks `enough`
-            usual = self.collector_class is ver_ppo.Collector
-            if options.preemption != "none" and not (usual and type(self).start is RankRun.start):
-                advice = "must be none with an extension that collects in its own way"
-                ver_ppo.refuse(options, "preemption", advice)
+            if options.preemption != "none" and not self.preemptible:
+                ver_ppo.refuse(
+                    options,
+                    "preemption",
+                    "must be none with an extension that collects in its own way",
+                )
             super().__init__(options)
         except (UserError, OSError) as error:
             failure = error
@@ -300,11 +304,15 @@ class RankRun(ver_ppo.Run):
             self.savable = True  # between two optimizer steps, the weights are whole
             raise Interrupted(self.signal or signal.SIGTERM)
 
-    def enough(self, rows):
-        """Whether this rank is preempted, got a signal, or another rank cannot continue."""
+    def look(self, rows):
+        """As Run.look. Now and then, look at the counter of all ranks."""
         if time.monotonic() >= self.next_look:
             self.next_look = time.monotonic() + self.look_sec
             self.count(rows)
+        return super().look(rows)
+
+    def enough(self, rows):
+        """Whether this rank is preempted, got a signal, or another rank cannot continue."""
         return self.signal is not None or self.preempted
 
     def count(self, rows, done=False):
@@ -347,8 +355,13 @@ class RankRun(ver_ppo.Run):
         if self.options.preemption == "none":
             return rollout
         if self.learned is None:  # the first rollout has S steps: it has no limit
-            size = rollout.capacity, rollout.num_envs, self.policy.state_shape, rollout.device
-            self.learned = ver_ppo.Rollout(self.spec, *size)
+            self.learned = ver_ppo.Rollout(
+                self.spec,
+                rollout.capacity,
+                rollout.num_envs,
+                self.policy.state_shape,
+                rollout.device,
+            )
             self.learned.rows = rollout.capacity
         fill_up(self.learned, rollout)
         return self.learned
@@ -385,7 +398,9 @@ class RankRun(ver_ppo.Run):
             logs["ranks/stale_share"] = 1 - sum(steps_R) / options.rollout_steps / len(steps_R)
         decision = self.decide(np.array(step_sec_RN), logs["time/learning_sec"])
         self.limit, self.predicted_sec = decision
-        return sum(steps_R), logs, sum(episodes_R, [])
+        # in the order in which they ended, if each rank's ended at equal distances
+        placed = [(k / len(own), each) for own in episodes_R for k, each in enumerate(own)]
+        return sum(steps_R), logs, [each for _, each in sorted(placed)]
 
     def decide(self, step_sec_RN, learning_sec):
         """When the next rollout ends: the value of the counter, and the predicted seconds."""
@@ -394,8 +409,8 @@ class RankRun(ver_ppo.Run):
             return threshold_preemption(self.ranks.size, options.sync_frac), 0.0
         # The first rollout has no limit. Its times include the start of the environments and cannot
         # be used to predict, so the second rollout has no limit either. (`Run.log` counts the steps
-        # after this: if `step` is still `first_step`, only the first rollout has been made.)
-        predictable = self.step > self.first_step and self.ranks.size > 1
+        # after this: if `step` is still `initial_step`, only the first rollout has been made.)
+        predictable = self.step > self.initial_step and self.ranks.size > 1
         if options.preemption == "optimal" and predictable:
             variable = options.sampler == "ver"
             return optimal_preemption(step_sec_RN, options.num_steps, variable, learning_sec)

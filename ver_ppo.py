@@ -62,8 +62,9 @@ mini-batches, PPO. The lesson takes these things for granted:
                          recurrent states
     policy.sequences     distributions and values for all steps of a mini-batch, and what its
                          encoders and its core put out
-    policy.critic        computes values, V = scale * layer(x). `scale` is about the size of the
-                         returns, and 0 at first
+    policy.critic        computes values. `rescale` returns the *scale*, about the size of the
+                         returns: errors of values are divided by it, so that rewards of any size
+                         are learned equally well
     policy.log_ent_coef  the logarithm of the entropy coefficient
     policy.state_shape   the shape of one recurrent state
     policy.auxiliary_loss
@@ -85,6 +86,7 @@ Implementation matters in deep RL (Engstrom et al. 2020); PopArt (van Hasselt et
 
 import ast
 import contextlib
+import fcntl
 import functools
 import importlib
 import inspect
@@ -94,6 +96,7 @@ import multiprocessing.forkserver
 import os
 import random
 import re
+import resource
 import select
 import shlex
 import signal
@@ -185,8 +188,8 @@ class Options:
     extensions: tuple[str, ...] = ()
 
     device: str = "auto"  # `cpu`, `cuda`, `cuda:1`, ...; auto: CUDA where there is a GPU
-    # CPU threads while learning; auto: one per core, at most 4, but only one thread if other
-    # programs use the cores
+    # CPU threads while learning; auto: one per core, at most 4. (Beside other programs that use the
+    # cores, 1 can be faster)
     learner_threads: int | Literal["auto"] = "auto"
     # learn the entropy coefficient so that the entropy stays above this (the VER paper uses 0 for
     # continuous actions)
@@ -198,11 +201,14 @@ class Options:
 
     runs_dir: str = "runs"  # where run folders are made
     exp_name: str = "ver"  # in the folder's name: {runs-dir}/{env-id}__{exp-name}__{seed}__{time}
-    checkpoint_interval: int = 200_000  # steps between checkpoints (the last is always written)
+    # about how many steps lie between checkpoints (with many GPUs, steps of each); the last one is
+    # always written
+    checkpoint_interval: int = 200_000
     # continue the run in this folder, which must exist. Its saved options are used, except those
     # that you give on the command line. If it has no checkpoint yet, a new run begins in it
     resume: str | None = None
-    env_timeout: float = 300.0  # seconds a step may take; then its worker is restarted
+    # seconds that a step or a reset may take; then its worker is restarted
+    env_timeout: float = 300.0
     max_worker_restarts: int = 10  # training stops after more restarts than this within an hour
 
     @property
@@ -273,7 +279,7 @@ class EnvIO(Table):
     nobody reads a row while it is being written.
     """
 
-    def __init__(self, spec, num_envs, first_episode=0):
+    def __init__(self, spec, num_envs, episodes_before=0):
         obs = np.dtype(spec.obs_fields, align=True)
         columns = [
             ("obs", obs),  # the current observation: a record with a field for each part
@@ -285,14 +291,14 @@ class EnvIO(Table):
             ("truncated", bool),  # cut by a time limit; False if also terminated
             # this answer is a start (the first one, or after a failure): the three columns above
             # mean nothing. If a step was in flight, it is lost
-            ("lost", bool),
+            ("started", bool),
             ("episode", int),  # number of the episode that `obs` belongs to
             ("episode_stats", float, (len(spec.episode_columns),)),  # of the last whole episode
             ("began_at", float),  # when work on the answer began (perf_counter) ...
             ("step_sec", float),  # ... and how long it took: a step, reset included, or a start
         ]
         super().__init__(num_envs, columns)
-        self["episode"][:] = first_episode
+        self["episode"][:] = episodes_before
 
 
 class Steps(Table):
@@ -534,9 +540,10 @@ class Collector:
         """
         io = self.io
         rollout.copy(row_B, self.pending, env_B)
-        for column in ("reward", "lost", "episode_stats", "began_at", "step_sec"):
+        for column in ("reward", "episode_stats", "began_at", "step_sec"):
             rollout[column][row_B] = io[column][env_B]
-        lost_B = io["lost"][env_B]
+        lost_B = io["started"][env_B]  # the failed process took the step with it
+        rollout["lost"][row_B] = lost_B
         truncated_B = io["truncated"][env_B] & ~lost_B
         rollout["done"][row_B] = io["terminated"][env_B] | truncated_B | lost_B
         rollout["reward"][row_B[lost_B]] = rollout["value"][row_B[lost_B]]
@@ -625,9 +632,15 @@ def add_advantages(rollout, options):
     values that were stored when the policy acted. A lost step has weight 0, so it has no
     gradient."""
     steps = rollout.complete
-    columns = [steps[name] for name in ("segment", "reward", "value", "done")]
-    discounts = options.gamma, options.gae_lambda
-    steps["advantage"] = compute_advantages(*columns, rollout.bootstrap, *discounts)
+    steps["advantage"] = compute_advantages(
+        steps["segment"],
+        steps["reward"],
+        steps["value"],
+        steps["done"],
+        rollout.bootstrap,
+        options.gamma,
+        options.gae_lambda,
+    )
     steps["returns"] = steps["value"] + steps["advantage"]
     steps["weight"] = importance_weights(steps["env"], rollout.num_envs) * ~steps["lost"]
 
@@ -654,13 +667,14 @@ def cut_minibatches(sequences, count):
 
     A sequence that a cut splits continues in the next mini-batch, from the recurrent state that was
     stored with its first step there. If the steps do not divide evenly, some mini-batches are a
-    step longer. (There are never fewer steps than mini-batches: `check_options` sees to that.)
+    step longer. If a rollout ended early, with fewer steps, each step is a mini-batch.
 
     >>> cut_minibatches([np.array([1, 3]), np.array([0, 2, 4, 5])], 2)
     [[array([1, 3]), array([0])], [array([2, 4, 5])]]
     """
     line = np.concatenate(sequences)
     ends = np.cumsum([len(sequence) for sequence in sequences])
+    count = min(count, len(line))
     cuts = len(line) * np.arange(count + 1) // count
     minibatches = []
     for low, high in zip(cuts, cuts[1:]):
@@ -695,17 +709,14 @@ def pack(sequences):
 # `average(tensors)` averages tensors over all processes that learn together, in place. For a single
 # process it does nothing.
 
-NEWEST_SHARE = 0.05  # how much the newest rollout counts in the running mean square of returns
-
 
 def ppo_update(policy, optimizer, rollout, options, average=lambda tensors: None):
     """Learn from a rollout in --update-epochs epochs. Each epoch shuffles the sequences, cuts them
     into --num-minibatches mini-batches, and makes an optimizer step on each. Returns the mean of
     each logged number.
     """
-    update_value_scale(policy.critic, rollout, average)
-    # as long as all rewards are 0, the scale and all errors are 0, too: any divisor works
-    scale = max(policy.critic.scale.item(), 1e-8)
+    # the size of the returns, by which errors of values are divided. (It is not a part of VER)
+    scale = policy.critic.rescale(rollout.complete["returns"], average)
     normalize_advantages(rollout, scale, options, average)
     steps = rollout.complete
     sequences = find_sequences(steps["segment"], steps["first"])
@@ -717,33 +728,6 @@ def ppo_update(policy, optimizer, rollout, options, average=lambda tensors: None
             batch["scale"] = scale
             logs.append(minibatch_step(policy, optimizer, batch, options, average))
     return mean_logs(logs)
-
-
-@torch.no_grad()
-def update_value_scale(critic, rollout, average):
-    """Move the critic's scale towards the size of this rollout's returns. This changes no value
-    that the critic computes (except at the first change, from 0).
-
-    This is not a part of VER, and a first reading can skip it. It takes the place of normalized
-    rewards (Engstrom et al. 2020): rewards of any size are learned equally well. A value is V =
-    scale * layer(x). The scale is the running root mean square of the returns. It is 0 at first,
-    and later one rollout can at most double it. When it grows by a factor, the layer is divided by
-    this factor (PopArt, van Hasselt et al. 2016), so V stays the same. Otherwise V would grow, then
-    the returns, which contain V, and then the scale again. Stored values and returns are in the
-    environment's units.
-    """
-    returns_S = rollout.complete["returns"].astype(float)
-    newest = torch.tensor([(returns_S**2).mean()], dtype=torch.float64)
-    average([newest])
-    old = critic.scale.item()
-    square = newest.item()
-    if old:
-        square = min(old**2 + NEWEST_SHARE * (square - old**2), 4 * old**2)
-    new = math.sqrt(square) if math.isfinite(square) else old
-    critic.scale.fill_(new)
-    if old:
-        critic.weight *= old / new
-        critic.bias *= old / new
 
 
 def normalize_advantages(rollout, scale, options, average):
@@ -789,8 +773,10 @@ def minibatch_step(policy, optimizer, batch, options, average):
     auxiliary_loss = policy.auxiliary_loss(features_MF, core_MH, batch)
     optimizer.zero_grad()
     (loss + auxiliary_loss).backward()
-    # frozen weights have no gradient, nor has a fixed entropy coefficient
-    learned = [weight for weight in policy.parameters() if weight.grad is not None]
+    # frozen weights are not learned, nor is a fixed entropy coefficient
+    learned = [weight for weight in policy.parameters() if weight.requires_grad]
+    for weight in learned:  # without a gradient if unused here; other processes may have used it
+        weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
     average([weight.grad for weight in learned])
     # the entropy coefficient is not a part of the network: its gradient does not count in the norm
     network = [weight for weight in learned if weight is not policy.log_ent_coef]
@@ -807,8 +793,9 @@ def minibatch_step(policy, optimizer, batch, options, average):
 
 def run_sequences(policy, batch):
     """`Policy.sequences` of a mini-batch."""
-    inputs = batch["obs"], batch["prev_action"], batch["first"], batch["state"]
-    return policy.sequences(*inputs, batch["batch_sizes"])
+    return policy.sequences(
+        batch["obs"], batch["prev_action"], batch["first"], batch["state"], batch["batch_sizes"]
+    )
 
 
 def ppo_loss(distribution, value_M, batch, log_ent_coef, options):
@@ -872,7 +859,11 @@ CLOSING_SEC = 5  # for environments to close, before their process is killed
 
 
 class UserError(Exception):
-    """Something the user can fix; shown as one line, exit status 2."""
+    """Something the user can fix; shown as one line, exit status 2. The text may come from a
+    stranger's file, so characters that would change the terminal are shown as escapes."""
+
+    def __str__(self):
+        return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in super().__str__())
 
 
 class Interrupted(Exception):
@@ -908,15 +899,18 @@ class Environment:
         io = self.io
         e = self.number
         began_at = time.perf_counter()
-        io["lost"][e] = self.env is None
+        io["started"][e] = self.env is None
         try:
             if self.env is None:
                 self.reset()
             else:
                 self.step()
         except BaseException:  # also sys.exit
-            place = f"episode {io['episode'][e]}, step {self.length}"
-            print(f"environment {e}, {place}:", file=sys.stderr, flush=True)
+            print(
+                f"environment {e}, episode {io['episode'][e]}, step {self.length}:",
+                file=sys.stderr,
+                flush=True,
+            )
             raise
         io["began_at"][e] = began_at
         io["step_sec"][e] = time.perf_counter() - began_at
@@ -942,6 +936,8 @@ class Environment:
         if starts:
             self.env = make_env(self.options, self.split, e)
         observation, _ = self.env.reset(seed=seed)
+        if starts:
+            self.spec.compare(spec_of(self.env), "not like the first environment")
         self.length = 0
         self.total_reward = 0.0
         self.write(io["obs"], observation)
@@ -962,8 +958,10 @@ class Environment:
         reward = float(reward)
         booleans = np.array([terminated, truncated]).dtype == bool
         if not (math.isfinite(np.float32(reward)) and booleans):
-            found = f"reward {reward}, terminated {terminated!r}, truncated {truncated!r}"
-            raise ValueError(f"{found}: the reward must be finite, the others True or False")
+            raise ValueError(
+                f"reward {reward}, terminated {terminated!r}, truncated {truncated!r}: the reward"
+                " must be finite, the others True or False"
+            )
         self.total_reward += reward
         io["reward"][e] = reward
         io["terminated"][e] = terminated
@@ -981,15 +979,15 @@ class Environment:
 
     def write(self, column, observation):
         """Copy an observation into this environment's row of `obs` or `final_obs`."""
-        parts = read_observation(self.spec, self.env.observation_space, observation)
-        for key, part in parts.items():
+        for key, part in read_observation(
+            self.spec, self.env.observation_space, observation
+        ).items():
             column[key][self.number] = part
 
     def close(self):
         """Close the environment, if there is one. Ignores errors."""
-        with contextlib.suppress(Exception):
-            if self.env is not None:
-                self.env.close()
+        with contextlib.suppress(Exception):  # also that of None, which has no `close`
+            self.env.close()
 
 
 def env_worker(inbox, outbox, environments):
@@ -1079,14 +1077,18 @@ class Workers:
         self.options = environments[0].options
         self.context = process_context()
         self.asked_N = np.zeros(len(environments), bool)  # environments that owe an answer
+        # the seconds that `receive` has seen pass: of a longer time without a call, such as an
+        # update or a pause of the whole program, one second counts
+        self.clock_sec = 0.0
+        self.looked_at = time.monotonic()
         self.heard_at_W = np.zeros(num_workers)  # when each last got an action, or answered
         self.has_answered_W = np.zeros(num_workers, bool)
         self.failed_at = deque(maxlen=self.options.max_worker_restarts + 1)
         # one pipe to each worker: this process writes commands, the worker reads its inbox
-        pipes = [self.context.Pipe(duplex=False) for _ in range(num_workers)]
-        self.inboxes, self.commands = zip(*pipes)
+        self.inboxes = [None] * num_workers
+        self.commands = [None] * num_workers
         # one pipe back: workers write to their common outbox, this process reads answers
-        self.answers, self.outbox = self.context.Pipe(duplex=False)
+        self.answers, self.outbox = mp.Pipe(duplex=False)
         self.poll = select.poll()
         self.poll.register(self.answers, select.POLLIN)
         self.processes = [None] * num_workers
@@ -1098,17 +1100,24 @@ class Workers:
         """Start a worker's process, with copies of its Environments. None of them has a simulator
         yet: the main process never makes one."""
         mine = {each.number: each for each in self.environments[worker :: self.num_workers]}
-        arguments = self.inboxes[worker], self.outbox, mine
-        process = self.context.Process(target=worker_process, args=arguments, daemon=True)
+        # new, since an earlier process may have left commands in its pipe
+        self.inboxes[worker], self.commands[worker] = mp.Pipe(duplex=False)
+        process = self.context.Process(
+            target=worker_process,
+            args=(self.inboxes[worker], self.outbox, mine),
+            name=f"{self.environments[0].split} {worker}",  # "train 0", for example
+            daemon=True,
+        )
         process.start()
         self.processes[worker] = process
         self.poll.register(process.sentinel, select.POLLIN)  # readable when the process ends
+        self.heard_at_W[worker] = self.clock_sec + 5  # for the process itself to start
 
     def send(self, env_B):
         """Let these environments answer."""
         self.asked_N[env_B] = True
         worker_B = env_B % self.num_workers
-        self.heard_at_W[worker_B] = time.monotonic()
+        self.heard_at_W[worker_B] = np.maximum(self.heard_at_W[worker_B], self.clock_sec)
         for worker in set(worker_B.tolist()):
             send_numbers(self.commands[worker], env_B[worker_B == worker].tolist())
 
@@ -1116,15 +1125,19 @@ class Workers:
         """Numbers of the environments that have answered; [] if none does within this time. Raises
         EnvironmentFailure if workers fail too often."""
         ready = {descriptor for descriptor, _ in self.poll.poll(1000 * timeout_sec)}
+        now = time.monotonic()
+        self.clock_sec += min(1.0, now - self.looked_at)
+        self.looked_at = now
         answered = self.read() if self.answers.fileno() in ready else []
         for worker, process in enumerate(self.processes):
             if process.sentinel in ready:
                 answered += self.replace(worker, "died")
-        silent_W = time.monotonic() - self.heard_at_W > self.options.env_timeout
+        silent_W = self.clock_sec - self.heard_at_W > self.options.env_timeout
         for worker in np.flatnonzero(silent_W):
             if len(self.owed(worker)):
-                limit = f"{self.options.env_timeout:.0f} s (--env-timeout)"
-                answered += self.replace(worker, f"gave no answer for {limit}")
+                answered += self.replace(
+                    worker, f"gave no answer for {self.options.env_timeout:.0f} s (--env-timeout)"
+                )
         return answered
 
     def read(self):
@@ -1132,7 +1145,7 @@ class Workers:
         answered = read_numbers(self.answers)
         worker_B = np.array(answered, int) % self.num_workers
         self.asked_N[answered] = False
-        self.heard_at_W[worker_B] = time.monotonic()
+        self.heard_at_W[worker_B] = self.clock_sec
         self.has_answered_W[worker_B] = True
         return answered
 
@@ -1149,17 +1162,18 @@ class Workers:
         end_process(process, 0)
         # read the pipe before `owed`: environments whose answers are in it must not start again
         answered = self.read() if self.answers.poll() else []
-        while self.inboxes[worker].poll():  # commands that the old process had not read yet
-            read_numbers(self.inboxes[worker])
         mine = [each.number for each in self.environments[worker :: self.num_workers]]
-        reason = f"worker {worker} (environments {mine}) {what}, exit code {process.exitcode}"
+        when = "" if self.has_answered_W[worker] else ", before its first answer"
+        reason = f"worker {worker} (environments {mine}) {what}, exit code {process.exitcode}{when}"
         self.failed_at.append(time.monotonic())
-        if not self.has_answered_W[worker]:
-            raise EnvironmentFailure(f"{reason}, before its first answer")
+        if when or not self.options.max_worker_restarts:
+            raise EnvironmentFailure(reason)
         many = len(self.failed_at) == self.failed_at.maxlen
         if many and self.failed_at[-1] - self.failed_at[0] < 3600:
-            limit = f"more than {self.options.max_worker_restarts} failures within an hour"
-            raise EnvironmentFailure(f"{reason}: {limit} (--max-worker-restarts)")
+            raise EnvironmentFailure(
+                f"{reason}: more than {self.options.max_worker_restarts} failures within an hour"
+                " (--max-worker-restarts)"
+            )
         tell(f"{reason}: started again")
         self.start(worker)
         self.send(self.owed(worker))
@@ -1199,9 +1213,9 @@ class InlineWorkers:
 
 
 def make_workers(options, split, spec, io):
-    """All environments of a split, in worker processes or (--num-workers 0) here."""
-    environments = [Environment(e, options, split, spec, io) for e in range(options.num_envs)]
-    num_workers = count_workers(options, spec)
+    """The environments of all rows of `io`, in worker processes or (--num-workers 0) here."""
+    environments = [Environment(e, options, split, spec, io) for e in range(len(io.records))]
+    num_workers = min(count_workers(options, spec), len(environments))
     return Workers(environments, num_workers) if num_workers else InlineWorkers(environments)
 
 
@@ -1209,12 +1223,20 @@ def process_context():
     """How processes are started: by a fork server. As with spawn, a process gets nothing of this
     process's state, but torch is imported only once. A signal may reach the whole process group.
     The server blocks it, and the main process decides what happens."""
+    mp.current_process().daemon = False  # a process of a Pool is one, and daemons have no children
+    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)  # each process needs four
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["torch", "gymnasium", "tyro", "tqdm"])
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # the server inherits this
     multiprocessing.resource_tracker.ensure_running()  # unblocks two of them again
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    multiprocessing.forkserver.ensure_running()
+    try:
+        multiprocessing.forkserver.ensure_running()
+    except ChildProcessError:  # the server belongs to another process
+        raise UserError(
+            "a process forked from one that has trained cannot train: start it with spawn"
+        ) from None
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return context
 
@@ -1273,8 +1295,10 @@ def make_env(options, split="train", number=0, checked=False):
     these. Other environments differ in their seeds alone.
     """
     registered = load(options.env_id, "--env-id")
-    # The ranks of a machine never share a number: simulators may derive a port from it
-    number += int(os.environ.get("LOCAL_RANK", "0")) * options.num_envs
+    # Environments that live together on a machine never share a number, since simulators may derive
+    # a port from it: those of each rank, in training and in validation
+    group = 2 * int(os.environ.get("LOCAL_RANK", "0")) + (split == "val")
+    number += group * options.num_envs
     known = {"options": options, "split": split, "number": number}
     arguments = {name: value for name, value in known.items() if name in registered.kwargs}
     arguments |= read_arguments(options.env_kwargs)
@@ -1295,16 +1319,27 @@ class Spec:
     metrics: list  # names of the scalars in the last info of an episode
     step_sec: float = 0.0  # seconds that a step takes (0: not measured) ...
     cpu_sec: float = 0.0  # ... and how many of them on a CPU
+    chosen: list = ()  # KEY=VALUE of arguments that the environment may choose by itself
 
     def __str__(self):
-        """How the policy reads each part of an observation."""
-        parts = []
-        for key, (_, shape, large) in self.obs.items():
-            layout = image_layout(shape)
-            words = "image {1} x {2}, channels: {0}" if layout else "{0} numbers"
-            what = words.format(*layout or shape)
-            parts.append(f"{key}: {what}{', normalized' if large else ''}")
-        return "; ".join(parts)
+        return "; ".join(f"{name}: {words}" for name, words in self.parts.items())
+
+    @property
+    def parts(self):
+        """What a policy reads and answers, in words. It can act wherever this is the same."""
+        choices = " x ".join(map(str, self.choices))
+        parts = {"action": f"{choices} choices" if choices else f"{self.action_dims} numbers"}
+        for key, (kind, shape, large) in self.obs.items():
+            parts[key] = f"{kind} {shape}{', normalized' if large else ''}"
+        return parts
+
+    def compare(self, other, reason):
+        """Raise UserError, with this reason and the first difference, if an environment has other
+        parts."""
+        for name in self.parts | other.parts:
+            mine, others = (each.parts.get(name, "missing") for each in (self, other))
+            if mine != others:
+                raise UserError(f"{reason}: {name} is {others}, not {mine}")
 
     @property
     def obs_fields(self):
@@ -1323,15 +1358,18 @@ class Spec:
 
 
 def spec_of(env):
-    """The Spec of an environment that has been reset. (Habitat knows its metrics only then.) Raises
-    UserError if the action, or every part of the observation, is not supported."""
+    """The Spec of an environment that has been reset. (Habitat knows its metrics only then.) The
+    parts of the observation are in the order of their names, since a dictionary's order may change
+    from run to run. Raises UserError if the action, or every part of the observation, is not
+    supported."""
     known = spaces.Box, spaces.MultiBinary, spaces.Discrete, spaces.MultiDiscrete
     obs = {}
-    for key, space, _ in walk(env.observation_space):
-        if not isinstance(space, known):
-            kind = type(space).__name__
-            print(f"observation {key!r} is left out: {kind} is neither numbers nor choices")
-            continue
+    whole = env.observation_space  # and in place of an observation: it has the same keys
+    for key, space, _ in sorted(walk(whole, whole), key=lambda part: part[0]):
+        if not isinstance(space, known) or not spaces.flatdim(space):
+            continue  # `try_env` says so
+        if key in obs:
+            raise UserError(f"two parts of the observation have the name {key!r}")
         box = isinstance(space, spaces.Box)
         image = box and image_layout(space.shape) is not None
         large = box and bool(space.low.min() < -30 or space.high.max() > 30)
@@ -1344,17 +1382,17 @@ def spec_of(env):
     elif isinstance(action, spaces.MultiDiscrete):
         choices = action.nvec.ravel().tolist()
     elif not isinstance(action, spaces.Box) or action.dtype.kind != "f":
-        kinds = "Discrete, MultiDiscrete and Box of floats"
-        raise UserError(f"the action is {action}: only {kinds} are supported")
+        raise UserError(f"the action is {action}, not Discrete, MultiDiscrete or a Box of floats")
     if not obs:
-        raise UserError(f"no part of the observation holds numbers: {env.observation_space}")
+        raise UserError(f"no part of the observation holds numbers: {whole}")
     # wrappers may have metadata of their own, and adapters of the old gym have None
     metadata = (env.unwrapped.metadata or {}) | (env.metadata or {})
     metrics = list(metadata.get("metrics", ()))
-    return Spec(obs, choices, len(choices) or math.prod(action.shape), metrics)
+    chosen = list(metadata.get("chosen", ()))
+    return Spec(obs, choices, len(choices) or math.prod(action.shape), metrics, chosen=chosen)
 
 
-def walk(space, observation=None, name=""):
+def walk(space, observation, name=""):
     """Walk through nested dictionaries and tuples. Yields the name, space and observation of each
     part. A space that is not nested has the name `obs`.
 
@@ -1367,8 +1405,7 @@ def walk(space, observation=None, name=""):
         return
     keys = space.keys() if isinstance(space, spaces.Dict) else range(len(space))
     for key in keys:
-        below = None if observation is None else observation[key]
-        yield from walk(space[key], below, f"{name}/{key}" if name else str(key))
+        yield from walk(space[key], observation[key], f"{name}/{key}" if name else str(key))
 
 
 def read_observation(spec, space, observation):
@@ -1389,8 +1426,10 @@ def read_observation(spec, space, observation):
             exact = kind == "float32" or np.array_equal(parts[key], part)
             fits = exact and np.isfinite(parts[key]).all()
         if not fits:
-            found = f"observation {key!r} has shape {part.shape}: {part}"
-            raise ValueError(f"{found}; it is not finite, or does not fit {below}")
+            raise ValueError(
+                f"observation {key!r} has shape {part.shape}: {part}; it is not finite, or does not"
+                f" fit {below}"
+            )
     return parts
 
 
@@ -1404,10 +1443,8 @@ def to_env_action(space, action_A):
     >>> to_env_action(spaces.Box(10.0, np.inf, (2,)), np.array([0.0, 7.0], np.float32))
     array([11., 18.], dtype=float32)
     """
-    if isinstance(space, spaces.Discrete):
-        return space.dtype.type(action_A[0] + space.start)
     action = action_A.reshape(space.shape)
-    if isinstance(space, spaces.MultiDiscrete):
+    if not isinstance(space, spaces.Box):  # Discrete (a numpy number) or MultiDiscrete
         return action.astype(space.dtype) + space.start
     has_low = space.low > -LARGE_BOUND
     has_high = space.high < LARGE_BOUND
@@ -1428,70 +1465,92 @@ def describe_env(options):
     """Try one environment, and return its Spec. Raises UserError if it fails, or if a space is not
     supported.
 
-    The trial has a process of its own, so nothing that the environment does there can hang, kill or
-    change this process. With --num-workers 0 the trial takes place here, as training will.
+    The trial has a worker process of its own, so nothing that the environment does there can hang,
+    kill or change this process. With --num-workers 0 the trial takes place here, as training will.
     """
-    trial = Environment(0, options, "train", None, None)
-    if options.num_workers == 0:
-        folder = os.getcwd()
-        with contextlib.closing(trial):
-            spec = try_env(trial)
-        os.chdir(folder)  # some environments change it
-        return spec
-    context = process_context()
-    answer, outbox = context.Pipe(duplex=False)
-    how = {"args": (trial, outbox), "name": "trial", "daemon": True}
-    process = context.Process(target=trial_process, **how)
-    process.start()
-    outbox.close()  # so that the pipe ends if that process dies
-    try:
-        if not answer.poll(min(options.env_timeout, 1e6)):  # more would overflow
-            limit = f"within {options.env_timeout:.0f} s (--env-timeout)"
-            refuse(options, "env_id", f"a reset and a step gave no answer {limit}")
-        found = answer.recv()
-    except EOFError:
-        advice = "see its output above; with --num-workers 0 it runs in this process"
-        refuse(options, "env_id", f"cannot be used: its process died; {advice}")
-    finally:
-        end_process(process, CLOSING_SEC)
+    answer, outbox = mp.Pipe(duplex=False)
+    folder = os.getcwd()
+    trial = Trial(replace(options, max_worker_restarts=0), outbox)
+    workers = InlineWorkers([trial]) if options.num_workers == 0 else Workers([trial], 1)
+    with contextlib.closing(workers):
+        try:
+            while not answer.poll():
+                workers.send(np.array(workers.receive(0.05), int))
+        except EnvironmentFailure as error:
+            refuse(
+                options,
+                "env_id",
+                f"cannot be used ({error}); see its output above; with --num-workers 0 it runs in"
+                " this process",
+            )
+    os.chdir(folder)  # some environments change it
+    found = answer.recv()
     if isinstance(found, UserError):
         raise found
     return found
 
 
-def trial_process(trial, outbox):
-    """Body of the process of a trial: send a Spec or a UserError."""
-    lead_group()
-    torch.set_num_threads(1)
-    try:
-        outbox.send(try_env(trial))
-    except UserError as error:
-        outbox.send(error)
-    trial.close()  # after the answer: some simulators hang here
+class Trial(Environment):
+    """An environment that is tried before the run, as in training. Sends a Spec or a UserError to
+    the outbox."""
+
+    def __init__(self, options, outbox):
+        super().__init__(0, options, "trial", None, None)
+        self.outbox = outbox
+
+    @functools.cached_property
+    def calls(self):
+        """The calls of the environment, one after the other."""
+        return try_env(self)
+
+    def answer(self):
+        """Make one call of the environment: --env-timeout limits each."""
+        try:
+            found = next(self.calls, None)
+        except UserError as error:
+            found = error
+        if found:
+            self.outbox.send(found)
 
 
 def try_env(trial):
     """Start a trial's environment, look at its spaces, and take a step as in training. If
-    --num-workers is `auto`, also measure the time of some more steps. Returns its Spec; raises
-    UserError."""
+    --num-workers is `auto`, also measure the time of some more steps. Yields None after each call
+    of the environment, and at last its Spec. Raises UserError."""
     options = trial.options
     try:
         trial.env = make_env(options, checked=True)
-        trial.env.reset(seed=0)
+        observation, _ = trial.env.reset(seed=0)
+        yield
         trial.spec = spec_of(trial.env)
+        tell_losses(trial.spec, trial.env.observation_space, observation)
         trial.io = EnvIO(trial.spec, 1)
         trial.reset()
+        yield
         trial.step()
+        yield
         if options.num_workers == "auto":
             step_sec, cpu_sec = time_steps(trial)
-            return replace(trial.spec, step_sec=step_sec, cpu_sec=cpu_sec)
-        return trial.spec
+            trial.spec = replace(trial.spec, step_sec=step_sec, cpu_sec=cpu_sec)
+        yield trial.spec
     except UserError:
         raise
     except (Exception, SystemExit) as error:  # whatever the environment's own code raises
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        place = f"{where.filename}:{where.lineno}: {where.line}"
-        refuse(options, "env_id", f"cannot be used ({first_line(error)}; {place})")
+        refuse(options, "env_id", f"cannot be used ({first_line(error)}; {place_of(error)})")
+
+
+def tell_losses(spec, space, observation):
+    """Print what a policy will not see of this observation."""
+    for key, below, part in walk(space, observation):
+        if key not in spec.obs:
+            print(f"observation {key!r} is left out: {below} holds neither numbers nor choices")
+        # a time or a coordinate, for example
+        elif isinstance(below, spaces.Box) and np.abs(part).max() > 1e6:
+            lost = np.spacing(np.abs(part).max().astype(np.float32))
+            print(
+                f"observation {key!r} is large: as float32, numbers that differ by less than"
+                f" {lost:.3g} are equal"
+            )
 
 
 def time_steps(trial):
@@ -1583,7 +1642,7 @@ class Statistics(nn.Module):
         super().__init__()
         self.register_buffer("mean_C", torch.zeros(channels))
         self.register_buffer("variance_C", torch.ones(channels))
-        self.register_buffer("rollouts", torch.zeros(()))  # sum of their weights
+        self.register_buffer("total_weight", torch.zeros(()))  # of all rollouts so far
 
     def forward(self, x):
         """`x`: B x C, or B x C x height x width."""
@@ -1599,9 +1658,9 @@ class Statistics(nn.Module):
         average([mean_C])
         variance_C = ((x - mean_C[:, None]) ** 2).mean(dim=1)
         average([variance_C])
-        self.rollouts += weight
+        self.total_weight += weight
         away_C = mean_C - self.mean_C
-        share = weight / self.rollouts.clamp(min=1e-8)  # of these observations among all
+        share = weight / self.total_weight.clamp(min=1e-8)  # of these observations among all
         self.mean_C += share * away_C
         self.variance_C *= 1 - share
         self.variance_C += share * (variance_C + (1 - share) * away_C**2)
@@ -1612,8 +1671,11 @@ def update_statistics(policy, rollout, weight, average):
     """Update the running statistics with 256 steps of the rollout of every rank. This comes after
     learning, so that the policy learns from the same inputs that it acted on. `weight` is the
     learning rate as a share of the first one."""
-    modules = list(policy.modules())
-    readers = [each for each in modules if isinstance(getattr(each, "normalize", None), Statistics)]
+    readers = [
+        module
+        for module in policy.modules()
+        if isinstance(getattr(module, "normalize", None), Statistics)
+    ]
     if not readers:
         return
     some = torch.randperm(rollout.rows)[:256].to(rollout.device)
@@ -1669,7 +1731,7 @@ class SmallCNN(nn.Module):
         stride = 4 if min(source.size) >= 32 else 2
         padding, size = cover(source.size, stride)
         padding_2, size_2 = cover(size, stride)
-        convolutions = nn.Sequential(
+        self.convolutions = nn.Sequential(
             orthogonal(nn.Conv2d(source.channels, 16, stride, stride, padding)),
             nn.ReLU(inplace=True),
             orthogonal(nn.Conv2d(16, 32, stride, stride, padding_2)),
@@ -1677,8 +1739,7 @@ class SmallCNN(nn.Module):
             orthogonal(nn.Conv2d(32, 32, 3, 1, padding=1)),
             nn.ReLU(inplace=True),
             nn.Flatten(),
-        )
-        self.convolutions = convolutions.to(memory_format=torch.channels_last)
+        ).to(memory_format=torch.channels_last)
         self.out = orthogonal(nn.Linear(32 * math.prod(size_2), out_features))
 
     def forward(self, obs):
@@ -1692,24 +1753,15 @@ class Perceptron(nn.Module):
         super().__init__()
         self.source = source
         self.out_features = out_features
-        first = orthogonal(nn.Linear(source.channels, out_features))
-        second = orthogonal(nn.Linear(out_features, out_features))
-        self.layers = nn.Sequential(first, nn.Tanh(), second, nn.Tanh())
+        self.layers = nn.Sequential(
+            orthogonal(nn.Linear(source.channels, out_features)),
+            nn.Tanh(),
+            orthogonal(nn.Linear(out_features, out_features)),
+            nn.Tanh(),
+        )
 
     def forward(self, obs):
         return self.layers(self.source(obs))
-
-
-def build_encoders(spec, hidden_size):
-    """An encoder for each part of an observation: observations -> B x out_features."""
-    encoders = []
-    for key in spec.obs:
-        source = Input(key, spec)
-        if source.layout:
-            encoders.append(SmallCNN(source, hidden_size))
-        else:
-            encoders.append(Perceptron(source, hidden_size // 2))
-    return nn.ModuleList(encoders)
 
 
 class LSTM(nn.LSTM):
@@ -1773,12 +1825,16 @@ class FeedForward(nn.Linear):
         return torch.tanh(self(x_MF))
 
 
-class Critic(nn.Linear):
-    """The value head: B x H -> B values.
+NEWEST_SHARE = 0.05  # how much the newest rollout counts in the running mean square of returns
 
-    Its linear layer predicts values in units of `scale`, the typical size of returns. At first the
-    scale is 0, and so is every value. Every update begins with a new scale (`update_value_scale`),
-    so the scale is above 0 from the first reward on.
+
+class Critic(nn.Linear):
+    """The value head: B x H -> B values, V = scale * layer(x).
+
+    The layer predicts values in units of `scale`, the running root mean square of the returns. So
+    rewards of any size are learned equally well. This takes the place of normalized rewards
+    (Engstrom et al. 2020). At first the scale is 0, and so is every value. Every update begins with
+    `rescale`, so the scale is above 0 from the first reward on.
     """
 
     def __init__(self, hidden_size):
@@ -1788,6 +1844,29 @@ class Critic(nn.Linear):
 
     def forward(self, core_BH):
         return self.scale * super().forward(core_BH).squeeze(-1)
+
+    @torch.no_grad()
+    def rescale(self, returns_S, average):
+        """Move the scale towards the size of these returns. Returns the new scale as a divisor
+        (1e-8 at least: as long as all rewards are 0, all errors are 0, too).
+
+        This changes no value (except at the first change, from 0). When the scale grows by a
+        factor, the layer is divided by this factor (PopArt, van Hasselt et al. 2016). Otherwise V
+        would grow, then the returns, which contain V, and then the scale again. One rollout can at
+        most double the scale. Stored values and returns are in the environment's units.
+        """
+        newest = torch.tensor([(returns_S.astype(float) ** 2).mean()], dtype=torch.float64)
+        average([newest])
+        old = self.scale.item()
+        square = newest.item()
+        if old:
+            square = min(old**2 + NEWEST_SHARE * (square - old**2), 4 * old**2)
+        new = math.sqrt(square) if math.isfinite(square) else old
+        self.scale.fill_(new)
+        if old:
+            self.weight *= old / new
+            self.bias *= old / new
+        return max(self.scale.item(), 1e-8)
 
 
 class Policy(nn.Module):
@@ -1809,8 +1888,10 @@ class Policy(nn.Module):
         self.encoders = self.make_encoders(spec, options)
         self.features = sum(encoder.out_features for encoder in self.encoders)
         if self.choices:
-            tables = [nn.Embedding(1 + n, ACTION_FEATURES) for n in self.choices]  # 0: no action
-            self.action_embedding = nn.ModuleList(tables)
+            # 0: no action
+            self.action_embedding = nn.ModuleList(
+                nn.Embedding(1 + n, ACTION_FEATURES) for n in self.choices
+            )
             # each of the A dimensions has a row of logits. All rows have the same length, the
             # largest number of choices. The mask hides the logits that a dimension does not use
             most = max(self.choices)
@@ -1835,7 +1916,14 @@ class Policy(nn.Module):
     def make_encoders(self, spec, options):
         """The modules that turn observations into features (an nn.ModuleList): each takes all
         observations, reads some of them, and has `out_features`. May raise UserError."""
-        return build_encoders(spec, options.hidden_size)
+        encoders = []
+        for key in spec.obs:
+            source = Input(key, spec)
+            if source.layout:
+                encoders.append(SmallCNN(source, options.hidden_size))
+            else:
+                encoders.append(Perceptron(source, options.hidden_size // 2))
+        return nn.ModuleList(encoders)
 
     def make_core(self, in_features, options):
         """The memory: a module with the three members of `LSTM`."""
@@ -1910,7 +1998,6 @@ class Policy(nn.Module):
 # One training: what surrounds the lesson's functions, and the folder that keeps the results.
 
 SEED_OF_LEARNER = 2  # first number of derive_seed; environments have 0 (train) and 1 (val)
-CROWDED_UPDATES = 10
 
 
 class Run:
@@ -1920,6 +2007,7 @@ class Run:
 
         start, stop        start and end the environments
         collector_class    the class that collects
+        preemptible        whether the collector asks `enough`, in this process
         enough             whether a rollout ends early
         collect            collects a rollout
         advantages         computes advantages, returns and weights; returns the steps to learn from
@@ -1932,6 +2020,7 @@ class Run:
     """
 
     collector_class = Collector
+    preemptible = True
     writes = True  # of many ranks, only rank 0 does
     folder = None
 
@@ -1939,18 +2028,25 @@ class Run:
         """Build all that training needs. Raises UserError and OSError."""
         self.spec, self.policy = build(options)
         self.device = next(self.policy.parameters()).device  # not `auto` or `cuda`, but `cuda:0`
-        self.options = replace(options, device=str(self.device))
+        # with what the environment has chosen, so that the checkpoint says it
+        chosen = [each for each in self.spec.chosen if each not in options.env_kwargs]
+        self.options = replace(
+            options, device=str(self.device), env_kwargs=(*chosen, *options.env_kwargs)
+        )
+        # before the folder, in case memory is too small
+        self.rollout = Rollout(
+            self.spec, options.rollout_steps, options.num_envs, self.policy.state_shape, self.device
+        )
         self.step = 0  # environment steps learned from
         self.version = 0  # updates made
         self.recent = deque(maxlen=100)  # episode_stats of the last episodes
         self.signal = None  # the number of a signal that has come
         self.savable = True  # False during an update, whose weights are not finished
-        self.crowded = 0  # how many of the next updates one thread makes
         self.optimizer = self.make_optimizer()
         # read the first rates now: `restore` overwrites them with decayed ones
         self.learning_rates = [group["lr"] for group in self.optimizer.param_groups]
         self.restore()
-        self.first_step = self.step
+        self.initial_step = self.step
         self.began_at = time.perf_counter()
         self.lap_at = self.began_at  # when the last update ended
         self.spent_sec = np.zeros(3)  # on waiting for environments, inference and learning
@@ -1966,10 +2062,10 @@ class Run:
     def restore(self):
         """With --resume, continue from the checkpoint of that folder, if there is one. Raises
         UserError."""
-        path = resumed_checkpoint(self.options)
-        if path is None:
+        path = checkpoint_path(self.options.resume or os.devnull)
+        if not path.is_file():
             return
-        saved = load_weights(self.policy, path)
+        saved = load_weights(self.policy, path, self.spec)
         load_moments(self.optimizer, saved["optimizer"], path)
         self.step = saved["step"]
         self.version = saved["version"]
@@ -1979,29 +2075,38 @@ class Run:
             self.policy.log_ent_coef.data.fill_(math.log(max(self.options.ent_coef, 1e-30)))
 
     def open_folder(self):
-        """Make the run folder, or with --resume take it: options.json, TensorBoard's curves,
-        checkpoint.pt. Also begin the progress bar, and print a first line. Raises OSError."""
+        """Make the run folder, or with --resume take it. Also begin the progress bar, and print a
+        first line. Raises OSError, and UserError if another run uses the folder."""
         options = self.options
-        often_sec = 0.1 if sys.stderr.isatty() else 60.0  # a log file gets a line a minute
-        how = {"unit": " steps", "dynamic_ncols": True, "mininterval": often_sec}
-        total = max(options.total_timesteps, self.step)
-        self.bar = tqdm(total=total, initial=self.step, disable=not self.writes, **how)
-        if not self.writes:
-            return
-        from torch.utils.tensorboard import SummaryWriter  # takes a second to import
-
         # microseconds, so that two runs never share a folder
         name = f"{options.env_id}__{options.exp_name}__{options.seed}__{time.time_ns() // 1000}"
         folder = Path(options.resume or Path(options.runs_dir, re.sub("[/:]", "-", name)))
-        self.folder = folder.absolute()  # an environment in this process may change the current one
-        self.folder.mkdir(parents=True, exist_ok=bool(options.resume))
-        (self.folder / "options.json").write_text(json.dumps(asdict(options), indent=2) + "\n")
-        self.writer = SummaryWriter(self.folder, purge_step=self.step + 1 if self.step else None)
-        how = " ".join([options.sampler, *options.extensions])
-        size = f"{sum(weight.numel() for weight in self.policy.parameters()):,} parameters"
-        workers = f"workers: {count_workers(options, self.spec)}"
-        what = f"{how}, {options.num_envs} environments, {workers}, {size} on {self.device}"
-        self.say(f"{folder}: {what}\nobservation: {self.spec}")
+        if self.writes:
+            from torch.utils.tensorboard import SummaryWriter  # takes a second to import
+
+            # whole: an environment in this process may change the current folder
+            self.folder = folder.expanduser().resolve()
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.lock = lock_folder(self.folder)
+            write_file(self.folder / "options.json", json.dumps(asdict(options), indent=2).encode())
+            self.writer = SummaryWriter(
+                self.folder, purge_step=self.step + 1 if self.step else None
+            )
+        often_sec = 0.1 if os.isatty(2) else 60.0  # a log file gets a line a minute
+        self.bar = tqdm(
+            total=max(options.total_timesteps, self.step),
+            initial=self.step,
+            disable=not self.writes,
+            unit=" steps",
+            dynamic_ncols=True,
+            mininterval=often_sec,
+        )
+        size = sum(weight.numel() for weight in self.policy.parameters())
+        self.say(
+            f"{folder}: {' '.join([options.sampler, *options.extensions])}, {options.num_envs}"
+            f" environments, workers: {count_workers(options, self.spec)}, {size:,} parameters on"
+            f" {self.device}\nobservation: {self.spec}"
+        )
 
     def say(self, text):
         """Print a line above the progress bar."""
@@ -2015,14 +2120,13 @@ class Run:
         signals = self.cleanup.enter_context(contextlib.ExitStack())  # the last that `stop` ends
         # An environment's seed is made from the number of the episode with which it starts. Numbers
         # go on from run.step in a resumed run, so no seed is used twice
-        io = EnvIO(self.spec, options.num_envs, first_episode=self.step)
-        size = options.rollout_steps, options.num_envs, self.policy.state_shape, self.device
-        self.rollout = Rollout(self.spec, *size)
+        io = EnvIO(self.spec, options.num_envs, episodes_before=self.step)
         workers = make_workers(options, "train", self.spec, io)
         self.cleanup.callback(workers.close)
         self.cleanup.callback(self.save)
-        what = self.policy, workers, io, self.spec, options, self.enough
-        self.collector = self.collector_class(*what)
+        self.collector = self.collector_class(
+            self.policy, workers, io, self.spec, options, self.look
+        )
         # with --num-workers 0, this starts the environments. They may set handlers and seeds
         # themselves, so ours come after that
         self.collector.arrived += workers.receive(0)
@@ -2034,10 +2138,11 @@ class Run:
         with self.bar:
             self.cleanup.close()
         shares = 100 * self.spent_sec / (time.perf_counter() - self.began_at)
-        names = "waiting for environments", "inference", "learning"
-        parts = [f"{name} {share:.0f} %" for name, share in zip(names, shares)]
-        cures = "notebooks/MANUAL.md#where-the-time-goes says what helps"
-        self.say(f"step {self.step:,}; time: {', '.join(parts)} ({cures})")
+        self.say(
+            f"step {self.step:,}; time: waiting for environments {shares[0]:.0f} %, inference"
+            f" {shares[1]:.0f} %, learning {shares[2]:.0f} %"
+            " (notebooks/MANUAL.md#where-the-time-goes says what helps)"
+        )
 
     def note_signal(self, number, _frame):
         """Record a signal. It ends training: at once while collecting (that rollout is dropped), or
@@ -2046,10 +2151,14 @@ class Run:
         with contextlib.suppress(OSError):  # stderr may be closed
             os.write(2, b"\nstopping, and saving a checkpoint\n")
 
-    def enough(self, rows):
-        """Whether a rollout with this many rows ends early, because of a signal. `collect` calls
-        this in every pass, so this function also moves the progress bar."""
+    def look(self, rows):
+        """The collector calls this in every pass: show the progress. Returns whether the rollout,
+        which has this many rows, ends early."""
         self.bar.update(max(0, self.step + rows - self.bar.n))
+        return self.enough(rows)
+
+    def enough(self, rows):
+        """Whether a rollout with this many rows ends early: after a signal."""
         return self.signal is not None
 
     def collect(self):
@@ -2079,19 +2188,9 @@ class Run:
     def update(self, rollout):
         """Update the policy from a rollout. Then update the running statistics with which encoders
         normalize observations. Returns what to log.
-
-        Threads wait for each other many times in an update. If another program takes the core of
-        one thread, all of them wait, and one thread alone is faster. So after an update in which
-        this thread had to wait for its core for a tenth of the time, one thread makes the next 10
-        updates. (The workers also use the cores while they finish their last steps, for less than a
-        tenth of the time.)
         """
-        began_at = time.perf_counter()
-        delay_sec = run_delay_sec()
         threads = self.options.learner_threads
-        if threads == "auto":
-            threads = 1 if self.crowded else min(4, count_cores())
-        torch.set_num_threads(threads)
+        torch.set_num_threads(min(4, count_cores()) if threads == "auto" else threads)
         decay = self.decay()
         for group, rate in zip(self.optimizer.param_groups, self.learning_rates):
             group["lr"] = rate * decay
@@ -2101,37 +2200,45 @@ class Run:
         update_statistics(self.policy, rollout, decay, self.average)
         self.policy.eval()
         self.savable = True
-        crowded = run_delay_sec() - delay_sec > 0.1 * (time.perf_counter() - began_at)
-        self.crowded = CROWDED_UPDATES if crowded else max(0, self.crowded - 1)
         if logs["losses/skipped"] == 1:
-            reason = "not one gradient of this update was finite"
-            raise FloatingPointError(f"{reason}: try a lower --learning-rate")
+            raise FloatingPointError(
+                "not one gradient of this update was finite: try a lower --learning-rate"
+            )
         return logs
 
     def log(self, rollout, logs):
         """Count an update and its steps, keep its numbers, now and then write a checkpoint."""
         logs |= self.summarize(rollout)
         steps, logs, episodes = self.combine(rollout, logs)
-        before = self.step
         self.step += steps
         self.version += 1
         self.recent.extend(episodes)
         logs["charts/SPS_update"] = steps / logs["time/cycle_sec"]
-        logs["charts/SPS"] = (self.step - self.first_step) / (time.perf_counter() - self.began_at)
+        logs["charts/SPS"] = (self.step - self.initial_step) / (time.perf_counter() - self.began_at)
         if self.recent:
             means = np.mean(self.recent, axis=0)
             metrics = [f"metrics/{name}" for name in self.spec.metrics]
             logs |= dict(zip(["charts/episodic_return", "charts/episodic_length", *metrics], means))
-            shown = dict(zip(self.spec.episode_columns, means))
-            names = [name for name in ("return", "success", "spl") if name in shown]
-            self.bar.set_postfix({name: f"{shown[name]:.3g}" for name in names}, refresh=False)
+            shown = {
+                name: f"{mean:.3g}"
+                for name, mean in zip(self.spec.episode_columns, means)
+                if name in ("return", "success", "spl")
+            }
+            self.bar.set_postfix(shown, refresh=False)
         elif self.version == 10:
             self.say(f"no episode has ended in {self.step:,} steps; {TIME_LIMIT_ADVICE}")
         self.bar.update(max(0, self.step - self.bar.n))
         self.write_scalars(logs)
-        interval = self.options.checkpoint_interval
-        if self.step // interval > before // interval:  # passes a multiple of it
+        if self.checkpoint_due:
             self.save()
+
+    @property
+    def checkpoint_due(self):
+        """Whether a checkpoint is written after this update: every --checkpoint-interval steps of
+        one process. (Counted over many ranks, they would soon be due after every update.)"""
+        return not self.version % max(
+            1, round(self.options.checkpoint_interval / self.options.rollout_steps)
+        )
 
     def summarize(self, rollout):
         """What to log of a rollout from which the policy has learned: how good the values were, how
@@ -2146,9 +2253,10 @@ class Run:
         cycle_sec = now - self.lap_at
         self.lap_at = now
         rollout_sec = rollout.ended_at - rollout.started_at
-        inference_sec = rollout_sec - rollout.waited_sec
         learning_sec = now - self.learning_at
-        spent_sec = np.array([rollout.waited_sec, inference_sec, learning_sec])
+        spent_sec = np.array(
+            [rollout.waited_sec, rollout_sec - rollout.waited_sec, learning_sec]
+        )
         self.spent_sec += spent_sec
         waiting_share, inference_share, learning_share = spent_sec / cycle_sec
         return {
@@ -2181,6 +2289,7 @@ class Run:
     def write_scalars(self, logs):
         """Add points to TensorBoard's curves. Raises OSError if the disk is full."""
         if self.folder:
+            self.folder.mkdir(parents=True, exist_ok=True)  # somebody may have deleted it
             for tag, value in logs.items():
                 self.writer.add_scalar(tag, value, self.step)
 
@@ -2190,6 +2299,7 @@ class Run:
         on a full disk. Then the previous checkpoint is still there."""
         if self.folder is None or not self.savable:
             return False
+        self.folder.mkdir(parents=True, exist_ok=True)  # as in `write_scalars`
         content = {
             "format": CHECKPOINT_FORMAT,
             "options": asdict(self.options),
@@ -2214,6 +2324,7 @@ class Run:
     def close(self):
         """Finish the files."""
         if self.folder:
+            os.close(self.lock)
             with contextlib.suppress(OSError):  # a full disk was reported already
                 self.writer.close()
 
@@ -2221,8 +2332,13 @@ class Run:
 @contextlib.contextmanager
 def caught_signals(handler):
     """While this lasts, Ctrl-C, SIGTERM and so on call the handler. Signals that are ignored, such
-    as SIGHUP under nohup, stay ignored."""
-    caught = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    as SIGHUP under nohup, stay ignored. In a thread, Python allows no handlers."""
+    caught = [
+        number
+        for number in SIGNALS
+        if threading.current_thread() is threading.main_thread()
+        and signal.getsignal(number) != signal.SIG_IGN
+    ]
     handlers = {number: signal.signal(number, handler) for number in caught}
     try:
         yield
@@ -2251,12 +2367,9 @@ def play_episodes(policy, spec, options):
     replaced by a later one: if long ones die more often, those that count are shorter than usual.)
     """
     num_envs = min(options.num_envs, options.eval_episodes)
-    num_workers = min(count_workers(options, spec), num_envs)
-    sizes = {"num_envs": num_envs, "num_workers": num_workers}
     device = next(policy.parameters()).device
-    options = replace(options, **sizes, device=str(device), seed=0, sampler="ver")
-    share, rest = divmod(options.eval_episodes, num_envs)
-    share_N = share + (np.arange(num_envs) < rest)
+    options = replace(options, device=str(device), seed=0, sampler="ver")
+    share_N = np.bincount(np.arange(options.eval_episodes) % num_envs)
     played_N = np.zeros(num_envs, int)
     found = np.full((options.eval_episodes, len(spec.episode_columns)), np.nan)
     steps_N = np.zeros(num_envs, int)  # of the episode that each environment plays
@@ -2272,7 +2385,7 @@ def play_episodes(policy, spec, options):
         # `complete_steps` is not called here, so `in_flight_N` stays set after the first action
         while (played_N < share_N).any():
             env_B = collector.await_answers(room=num_envs)
-            ended_B = collector.in_flight_N[env_B] & io["first"][env_B] & ~io["lost"][env_B]
+            ended_B = collector.in_flight_N[env_B] & io["first"][env_B] & ~io["started"][env_B]
             for e in env_B[ended_B]:
                 found[e + num_envs * played_N[e]] = io["episode_stats"][e]
                 played_N[e] += 1
@@ -2295,31 +2408,55 @@ def report_evaluation(policy, spec, options, path=None):
     found = found[~np.isnan(found[:, 0])]
     missing = options.eval_episodes - len(found)
     if missing:
-        limit = f"some did not end in {MOST_EPISODE_STEPS:,} steps"
-        tell(f"{missing} episodes are missing: {limit}; {TIME_LIMIT_ADVICE}")
+        tell(
+            f"{missing} episodes are missing: some did not end in {MOST_EPISODE_STEPS:,} steps;"
+            f" {TIME_LIMIT_ADVICE}"
+        )
     if not len(found):
         return {}
     means = found.mean(axis=0)
     errors = found.std(axis=0, ddof=1 if len(found) > 1 else 0) / math.sqrt(len(found))
     parts = [f"{n} {mean:.3f} +- {error:.3f}" for n, mean, error in zip(names, means, errors)]
-    how = "greedy" if options.greedy else "sampled"
-    print(f"evaluation, {len(found)} {how} episodes in {sec:.0f} s: {', '.join(parts)}")
+    print(
+        f"evaluation, {len(found)} {'greedy' if options.greedy else 'sampled'} episodes in"
+        f" {sec:.0f} s: {', '.join(parts)}"
+    )
     return dict(zip(names, means))
 
 
 # ------------------------------------------------------------------------------------ Checkpoints
 
-CHECKPOINT_FORMAT = 11
+CHECKPOINT_FORMAT = 12
+
+
+def lock_folder(folder):
+    """Take a run folder for this process, until the returned file is closed or the process ends.
+    Raises UserError if another run has it, and OSError."""
+    file = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:  # some file systems have no locks
+        if isinstance(error, BlockingIOError):
+            raise UserError(f"{folder} is in use by a run that has not ended") from None
+    return file
 
 
 def write_checkpoint(content, path):
-    """Replace a file. After a power cut, the old one or the new one is there, whole. Raises
-    OSError."""
+    """Replace a file with a checkpoint. Raises OSError."""
     memory = BytesIO()  # torch.save to a file does not say why writing fails
     torch.save(content, memory)
+    write_file(path, memory.getbuffer())
+
+
+def write_file(path, content):
+    """Replace a file. After a power cut, the old one or the new one is there, whole. In a
+    stranger's folder, a symbolic link leads nowhere. Raises OSError."""
     temporary = path.with_suffix(".tmp")
-    with open(temporary, "wb") as file:
-        file.write(memory.getbuffer())
+    if path.parent.is_symlink():
+        raise OSError(f"{path.parent} is a symbolic link")
+    temporary.unlink(missing_ok=True)
+    with open(temporary, "xb") as file:  # a new file
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
@@ -2334,23 +2471,29 @@ def load_checkpoint(path):
     except FileNotFoundError:
         raise UserError(f"there is no checkpoint {path}") from None
     except Exception as error:  # whatever the loader raises for a damaged or hostile file
-        kind = type(error).__name__
-        raise UserError(f"{path} is not a checkpoint that can be read ({kind})") from None
+        raise UserError(
+            f"{path} is not a checkpoint that can be read ({type(error).__name__})"
+        ) from None
     if number != CHECKPOINT_FORMAT:
-        advice = "continue with that version, or start a new run"
-        raise UserError(f"{path} was written by another version (format {number}): {advice}")
+        raise UserError(
+            f"{path} was written by another version (format {number}): continue with that version,"
+            " or start a new run"
+        )
     return content
 
 
-def load_weights(policy, path):
+def load_weights(policy, path, spec):
     """Put a checkpoint's weights into the policy; returns its content. Raises UserError if the
-    network is another one."""
+    network, or the environment with this Spec, is another one."""
     content = load_checkpoint(path)
+    Spec(**content["spec"]).compare(spec, f"the environment is not that of {path}")
     try:
         policy.load_state_dict(content["policy"])
     except RuntimeError as error:
-        reason = " ".join(str(error).split())[:300]
-        raise UserError(f"{path} belongs to another network or environment: {reason}") from None
+        raise UserError(
+            f"{path} belongs to another network or environment:"
+            f" {' '.join(str(error).split())[:300]}"
+        ) from None
     return content
 
 
@@ -2360,29 +2503,19 @@ def load_moments(optimizer, saved, path):
     would make it write into other memory.)"""
     try:
         optimizer.load_state_dict(saved)
-    except (ValueError, KeyError) as error:
+        for weight, state in optimizer.state.items():
+            for name in state.keys() & {"exp_avg", "exp_avg_sq"}:
+                # a copy, since a stranger's tensor may have another shape, and less memory than its
+                # shape says
+                state[name] = torch.empty_like(weight).copy_(state[name])
+    except (ValueError, KeyError, RuntimeError) as error:
         raise UserError(f"{path} belongs to another optimizer or network: {error}") from None
-    for weight, state in optimizer.state.items():
-        for name in state.keys() & {"exp_avg", "exp_avg_sq"}:
-            if state[name].shape != weight.shape:
-                raise UserError(f"{path} belongs to another network: its moments do not fit")
-            # a copy, since a stranger's tensor may have less memory than its shape says
-            state[name] = torch.empty_like(weight).copy_(state[name])
 
 
-def load_policy(options, path):
-    """The Spec and the policy of a checkpoint, without making an environment: the checkpoint holds
-    the Spec. Raises UserError."""
-    spec = Spec(**load_checkpoint(path)["spec"])
-    policy = make_policy(spec, options)
-    load_weights(policy, path)
-    return spec, policy
-
-
-def resumed_checkpoint(options):
-    """The path of the checkpoint that --resume continues from, or None if it does not exist."""
-    path = Path(options.resume or "") / "checkpoint.pt"
-    return path if options.resume and path.exists() else None
+def checkpoint_path(run):
+    """The path of a run's checkpoint. `run` is its folder or the checkpoint file itself."""
+    path = Path(run).expanduser()
+    return path / "checkpoint.pt" if path.is_dir() else path
 
 
 # ------------------------------------------------------------------------------- The command line
@@ -2390,6 +2523,7 @@ def resumed_checkpoint(options):
 # --extensions. `check_options` refuses what it can before a process starts.
 
 DOORS = "env_id", "env_kwargs", "wrappers", "policy", "extensions"
+BARE_WORD = re.compile("[A-Za-z0-9_/.=-]*")
 ALIASES = {
     "pointnav": "notebooks.environments.pointnav:PointNav-v0",
     "habitat": "notebooks.environments.habitat:Habitat-v0",
@@ -2418,8 +2552,11 @@ ALIASES = {
 }
 WHERE = (
     "for a file in the current folder, put PYTHONPATH=. before the command; an environment of a"
-    " package is written as package:Id-v0"
+    " package is written as package:Id-v0; what only this program or notebook has registered"
+    " needs --num-workers 0"
 )
+# files that look for a name: if the error comes from there, the name does not exist
+FINDERS = "<frozen importlib", importlib.__file__, gym.envs.registration.__file__, __file__
 # one KEY=VALUE in brackets. It ends at a comma outside of quotation marks, if another KEY= follows
 ARGUMENT = r"""\w+ *=(?:'[^']*'|"[^"]*"|[^,'"]|,(?! *\w+ *=))*"""
 
@@ -2427,6 +2564,12 @@ ARGUMENT = r"""\w+ *=(?:'[^']*'|"[^"]*"|[^,'"]|,(?! *\w+ *=))*"""
 def first_line(error):
     """The kind of an error, and the first line of its text."""
     return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def place_of(error):
+    """The file, the line and the statement that raised an error."""
+    text = "".join(traceback.format_exception(error))
+    return "{}:{}: {}".format(*re.findall(r'File "(.*)", line (\d+).*\n *(.*)', text)[-1])
 
 
 def read_arguments(items):
@@ -2462,14 +2605,16 @@ def find(text, option):
     short, bracket, inside = text.partition("(")
     module, _, name = ALIASES.get(short, short).rpartition(":")
     if not module and option != "--env-id":
-        names = ", ".join(ALIASES)
-        raise UserError(f"{option} {text} cannot be found: must be MODULE:NAME, or one of {names}")
+        raise UserError(
+            f"{option} {text} cannot be found: must be MODULE:NAME, or one of {', '.join(ALIASES)}"
+        )
     try:
         home = importlib.import_module(module) if module else None
         found = gym.spec(name) if option == "--env-id" else getattr(home, name)
     except (Exception, SystemExit) as error:  # whatever the module's own code raises
-        reason = f"{option} {text} cannot be found ({first_line(error)})"
-        raise UserError(f"{reason}: {WHERE}") from None
+        place = place_of(error)
+        hint = WHERE if place.startswith(FINDERS) else place
+        raise UserError(f"{option} {text} cannot be loaded ({first_line(error)}): {hint}") from None
     if not bracket:
         return found, {}
     if option == "--env-id":
@@ -2503,7 +2648,7 @@ def extend(run_class, options):
         extension, arguments = find(text, "--extensions")
         if not inspect.isclass(extension) or not issubclass(extension, Run):
             raise UserError(f"--extensions {text}: must be a subclass of ver_ppo.Run")
-        takes = list(inspect.get_annotations(extension))
+        takes = [name for base in extension.__mro__ for name in inspect.get_annotations(base)]
         unknown = [name for name in arguments if name not in takes]
         if unknown:
             raise UserError(f"--extensions {text}: there is no {unknown[0]}, it takes {takes}")
@@ -2511,21 +2656,24 @@ def extend(run_class, options):
             # as `class NAME(extension, run_class)` with these attributes
             run_class = type(run_class.__name__, (extension, run_class), arguments)
         except TypeError:
-            reason = "is given twice, or after its subclass"
-            raise UserError(f"--extensions {text}: {reason}") from None
+            raise UserError(
+                f"--extensions {text}: is given twice, or after its subclass"
+            ) from None
     return run_class
 
 
 def make_policy(spec, options):
     """The network that --policy names, on its device, in evaluation mode. Only `Run.update`
     switches to training mode, for the update. Raises UserError."""
+    options = replace(options, device=str(choose_device(options)))
     policy = load(options.policy, "--policy")(spec, options)
-    return policy.eval().to(choose_device(options))
+    return policy.eval().to(options.device)
 
 
 def build(options):
     """The `Spec` of the environment, and a new policy. Raises UserError."""
-    spec = describe_env(replace(options, device=str(choose_device(options))))
+    options = replace(options, device=str(choose_device(options)))
+    spec = describe_env(options)
     torch.manual_seed(options.seed)
     return spec, make_policy(spec, options)
 
@@ -2533,9 +2681,8 @@ def build(options):
 def choose_device(options):
     """The torch device that the options name, with its number. Raises UserError if this machine
     does not have it."""
-    name = options.device
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
+    usual = "cuda" if torch.cuda.is_available() else "cpu"
+    name = usual if options.device == "auto" else options.device
     try:
         one = torch.ones(1, device=name)
         one.item()  # raises for a device without memory
@@ -2549,13 +2696,19 @@ def refuse(options, name, message):
     raise UserError(f"--{name.replace('_', '-')} {getattr(options, name)}: {message}")
 
 
-POSITIVE = """total_timesteps num_envs num_steps num_minibatches update_epochs clip_coef
-    checkpoint_interval learner_threads learning_rate max_grad_norm env_timeout hidden_size"""
-NOT_NEGATIVE = "seed num_workers eval_episodes max_worker_restarts ent_coef vf_coef lstm_layers"
 RULES = {  # names of options, what must hold, and how to say it
-    POSITIVE: (lambda value: 0 < value < math.inf, "must be a positive number"),
-    NOT_NEGATIVE: (lambda value: 0 <= value < 2**63, "must be 0 or more"),
+    """total_timesteps num_envs num_steps num_minibatches update_epochs clip_coef
+    checkpoint_interval learner_threads learning_rate max_grad_norm env_timeout hidden_size""": (
+        lambda value: 0 < value < math.inf,
+        "must be a positive number",
+    ),
+    "seed num_workers eval_episodes max_worker_restarts ent_coef vf_coef lstm_layers": (
+        lambda value: 0 <= value < 2**63,
+        "must be 0 or more",
+    ),
     "gamma gae_lambda": (lambda value: 0 <= value <= 1, "must be within 0..1"),
+    "target_entropy": (lambda value: value is None or math.isfinite(value), "must be a number"),
+    "resume checkpoint": (lambda value: value != "", "must name a run"),
 }
 
 
@@ -2568,17 +2721,28 @@ def check_options(options):
                 refuse(options, name, rule)
     most_envs = select.PIPE_BUF // 4
     if options.num_envs > most_envs:
-        reason = "the numbers of all environments must fit into one write to a pipe"
-        refuse(options, "num_envs", f"must be at most {most_envs}: {reason}")
+        refuse(
+            options,
+            "num_envs",
+            f"must be at most {most_envs}: the numbers of all environments must fit into one write"
+            " to a pipe",
+        )
     if values.get("num_workers", 0) > options.num_envs:
         refuse(options, "num_workers", f"must be at most --num-envs, which is {options.num_envs}")
     if options.num_minibatches > options.rollout_steps:
-        steps = f"--num-steps x --num-envs = {options.rollout_steps}"
-        refuse(options, "num_minibatches", f"must be at most {steps}")
-    load(options.env_id, "--env-id")  # these raise for a misspelled name
-    for wrapper in options.wrappers:
-        load(wrapper, "--wrappers")
-    load(options.policy, "--policy")
+        refuse(
+            options,
+            "num_minibatches",
+            f"must be at most --num-steps x --num-envs = {options.rollout_steps}",
+        )
+    if options.norm_adv and options.rollout_steps == 1:
+        refuse(
+            options,
+            "num_steps",
+            "normalized, the advantage of a single step is always 0: give more steps, or"
+            " --no-norm-adv",
+        )
+    load(options.policy, "--policy")  # raises for a misspelled name. The trial loads the rest
 
 
 def launch(options, run_class=Run):
@@ -2595,20 +2759,22 @@ def parse_options(argv, kind=Options):
     --device. Raises UserError."""
     given = tyro.cli(kind, args=argv)
     if not (given.checkpoint or given.resume):
-        return given
+        return given  # `check_options` refuses an empty name
     if given.checkpoint and given.resume:
         refuse(given, "checkpoint", "give either this (to evaluate) or --resume (to continue)")
-    if given.resume and not Path(given.resume).is_dir():
-        advice = f"mkdir -p {given.resume} lets a new run begin there"
-        refuse(given, "resume", f"there is no such folder ({advice})")
-    path = Path(given.checkpoint or given.resume)
-    if path.is_dir():
-        path = path / "checkpoint.pt"
+    if given.resume and not Path(given.resume).expanduser().is_dir():
+        refuse(
+            given,
+            "resume",
+            f"there is no such folder (mkdir -p {given.resume} lets a new run begin there)",
+        )
+    path = checkpoint_path(given.checkpoint or given.resume)
     if given.resume and not path.exists():
         return given
     names = {field.name for field in fields(kind)} - {"device", "resume", "checkpoint"}
-    saved = load_checkpoint(path)["options"]
-    saved = {name: value for name, value in saved.items() if name in names}
+    saved = {
+        name: value for name, value in load_checkpoint(path)["options"].items() if name in names
+    }
     # the command line again, with the file's options as defaults
     options = tyro.cli(kind, args=argv, default=kind(**saved))
     check_doors(options, given, path)
@@ -2616,16 +2782,34 @@ def parse_options(argv, kind=Options):
 
 
 def check_doors(options, given, path):
-    """Raise UserError if a checkpoint names code, and the command line does not. Names without a
-    module are safe: they are this project's own, or Gymnasium's."""
+    """Raise UserError if a checkpoint names code or files, and the command line does not. A bare
+    word is safe: it can only be a name of this project, or of Gymnasium, or a plain value."""
     for name in DOORS:
         value = getattr(options, name)
         texts = [value] if isinstance(value, str) else value
-        if any(":" in text for text in texts) and value != getattr(given, name):
-            # a stranger may have chosen this text, which will be pasted into a shell
-            safe = [text.encode("unicode_escape").decode() for text in texts]
-            option = f"--{name.replace('_', '-')} {shlex.join(safe)}"
-            raise UserError(f"{path} names code that is imported: if you trust it, give {option}")
+        if not all(map(BARE_WORD.fullmatch, texts)) and value != getattr(given, name):
+            raise UserError(
+                f"{path} names more than bare words: if you trust it, give"
+                f" --{name.replace('_', '-')} {shlex.join(texts)}"
+            )
+
+
+LIMIT_ERRORS = EOFError, MemoryError, RuntimeError
+LIMITS = {  # words in an error, and the limit of the machine that it stands for
+    "shared memory": "/dev/shm is full or too small (docker: --shm-size)",
+    "allocate": "there is not enough memory",
+    "MemoryError": "there is not enough memory",
+    "Too many open files": "more open files are needed (ulimit -n)",
+    "Resource temporarily unavailable": "no more processes can be started (ulimit -u)",
+    "EOFError": "no more processes can be started (ulimit -u)",
+    "AF_UNIX path too long": "the name of the folder for temporary files is too long (TMPDIR)",
+}
+
+
+def limit_of(error):
+    """The limit of the machine that an error stands for, in one line; "" for other errors."""
+    limits = [limit for words, limit in LIMITS.items() if words in repr(error)]
+    return f"{limits[0]} ({first_line(error)})" if limits else ""
 
 
 def main(argv=None, kind=Options, launch=launch):
@@ -2638,7 +2822,8 @@ def main(argv=None, kind=Options, launch=launch):
             check_options(options)
             if not options.eval_episodes:
                 refuse(options, "eval_episodes", "must be a positive number with --checkpoint")
-            spec, policy = load_policy(options, options.checkpoint)
+            spec, policy = build(options)
+            load_weights(policy, options.checkpoint, spec)
             report_evaluation(policy, spec, options)
         else:
             launch(options)
@@ -2650,13 +2835,20 @@ def main(argv=None, kind=Options, launch=launch):
         return 128 + error.args[0]
     except KeyboardInterrupt:  # outside of training
         return 128 + signal.SIGINT
+    except LIMIT_ERRORS as error:
+        if not limit_of(error):
+            raise
+        tell(f"{program}: {limit_of(error)}")  # of many ranks, only this one may have it
+        return 1
     except (EnvironmentFailure, FloatingPointError, OSError) as error:
-        print(f"{program}: {error}", file=sys.stderr)
+        print(f"{program}: {limit_of(error) or error}", file=sys.stderr)
         return 1
 
 
 if __name__ == "__main__":
-    # otherwise all classes would exist twice, in `__main__` and in `ver_ppo`, where workers look
+    # otherwise all classes would exist twice, in `__main__` and in `ver_ppo`, where workers look.
+    # (python -P leaves this file's folder out)
+    sys.path.append(str(Path(__file__).parent))
     from ver_ppo import main
 
     sys.exit(main())

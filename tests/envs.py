@@ -336,6 +336,25 @@ class Normed(ver_ppo.Policy):
         return super().heads(self.normalize(core_BH))
 
 
+class Uneven(ver_ppo.Policy):
+    """A policy with a weight that only the first of several ranks uses."""
+
+    def __init__(self, spec, options):
+        super().__init__(spec, options)
+        self.extra = torch.nn.Parameter(torch.ones(3))
+
+    def auxiliary_loss(self, features_MF, core_MH, batch):
+        return (self.extra**2).sum() if os.environ.get("RANK") == "0" else core_MH.new_zeros(())
+
+
+class Starts(ver_ppo.Run):
+    """An extension that only notes when the environments start."""
+
+    def start(self):
+        self.noted = True
+        super().start()
+
+
 class Greedy(ver_ppo.Policy):
     """Asks for more memory than there is, once it has learned from 60 mini-batches."""
 

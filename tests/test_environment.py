@@ -291,7 +291,9 @@ def test_environments_are_told_what_they_ask_for():
     """Options, split and number go to environments that are registered with arguments of these
     names."""
     options = ver_ppo.Options(env_id="tests.envs:Told-v0")
-    assert ver_ppo.make_env(options, "val", 3).unwrapped.told == (options, "val", 3, 9)
+    assert ver_ppo.make_env(options, "train", 3).unwrapped.told == (options, "train", 3, 9)
+    # those of validation live beside those of training, which have the numbers 0 to 31
+    assert ver_ppo.make_env(options, "val", 3).unwrapped.told == (options, "val", 35, 9)
     assert isinstance(
         ver_ppo.make_env(ver_ppo.Options(env_id="tests.envs:Count-v0")).unwrapped, envs.Count
     )
@@ -331,7 +333,12 @@ def test_bad_arguments_of_rearrange(tmp_path, capsys, name, words):
 
 @pytest.mark.parametrize(
     "name, local_rank, speaks",
-    [("MainProcess", "0", True), ("trial", "0", True), ("trial", "1", False), ("F-9", "0", False)],
+    [
+        ("MainProcess", "0", True),
+        ("trial 0", "0", True),
+        ("trial 0", "1", False),
+        ("train 0", "0", False),
+    ],
 )
 def test_the_simulator_is_said_once(monkeypatch, capsys, name, local_rank, speaks):
     """auto tries Habitat, and takes the built-in simulator if Habitat is missing. It says so once
@@ -374,7 +381,7 @@ def test_resets(env_id):
     holds the first one of the next episode. An autoreset wrapper changes nothing."""
     environment, io = make_environment(env_id)
     environment.answer()
-    assert io["first"][0] and io["lost"][0]
+    assert io["first"][0] and io["started"][0]
     assert io["step_sec"][0] > 0
     assert io["episode"][0] == 1
     assert io["obs"]["obs"][0, 0] == 0
@@ -384,7 +391,7 @@ def test_resets(env_id):
         environment.answer()
         ended = step % 7 == 0
         assert io["truncated"][0] == ended == io["first"][0] and not io["terminated"][0]
-        assert not io["lost"][0]
+        assert not io["started"][0]
         assert io["obs"]["obs"][0, 0].item() == pytest.approx(step % 7 / 10)
         assert io["step_sec"][0] > 0
         if step == 7:
@@ -401,7 +408,7 @@ def crash(*_, **__):
 @pytest.mark.parametrize("method, steps", [("step", 0), ("step", 3), ("step", 7), ("reset", 6)])
 def test_lost_steps(capsys, method, steps):
     """An exception in a step, or in the reset after an episode, reaches the worker as it is, after
-    a line that says where it happened. The environment that takes its place answers `lost`, and
+    a line that says where it happened. The environment that takes its place answers `started`, and
     begins a new episode."""
     environment, io = make_environment("tests.envs:Count-v0")
     row = io.records[0]
@@ -423,13 +430,13 @@ def test_lost_steps(capsys, method, steps):
     other = ver_ppo.Environment(0, environment.options, "train", environment.spec, io)
     began_at = time.perf_counter()
     other.answer()
-    assert row["lost"]
+    assert row["started"]
     assert began_at <= row["began_at"] < row["began_at"] + row["step_sec"] <= time.perf_counter()
     assert row["first"] and row["episode"] == episode + 1
     assert row["obs"]["obs"][0] == 0 and row["obs"] != shown  # another seed
     assert (row["episode_stats"] == stats).all()  # the episode that crashed does not count
     other.answer()
-    assert not row["lost"] and not row["first"] and row["reward"] == pytest.approx(0.1)
+    assert not row["started"] and not row["first"] and row["reward"] == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize("reward", [np.nan, -np.inf, 1e39, np.ones(3), None])

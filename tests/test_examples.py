@@ -441,4 +441,4 @@ def test_critic_in_a_run(tmp_path):
             weights[f"critic_encoders.0.source.normalize.{name}"],
             weights[f"encoders.0.source.normalize.{name}"],
         )
-    assert weights["critic_encoders.0.source.normalize.rollouts"] > 1
+    assert weights["critic_encoders.0.source.normalize.total_weight"] > 1

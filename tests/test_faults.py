@@ -395,7 +395,7 @@ def test_killed_at_any_line(tmp_path, lines):
 class Puppet:
     """Stands for a worker's process. A test reads its commands, answers for it and lets it die."""
 
-    def __init__(self, target, args, daemon):
+    def __init__(self, target, args, name, daemon):
         self.inbox, self.outbox, _ = args
         self.pid = 2**30  # there is no such process
         self.exitcode = None
@@ -443,6 +443,15 @@ def puppets(monkeypatch):
     return make
 
 
+def wait(workers, sec):
+    """The answers that come while the collector waits for this time, a second in each call."""
+    answered = []
+    for _ in range(sec):
+        ver_ppo.time.now += 1.0
+        answered += workers.receive(0.01)
+    return answered
+
+
 def test_answers_of_a_worker_that_dies(puppets, capsys):
     """The answers that it has sent are taken, also those that it sends while it is being killed.
     The new process is asked for the others, and for nothing else."""
@@ -451,11 +460,8 @@ def test_answers_of_a_worker_that_dies(puppets, capsys):
     assert old.commands() == [0, 1, 2, 3]
     old.answer(2)
     old.last_words = [0]
-    workers.heard_at_W[0] = -1000
-    ver_ppo.time.now = 1.0
     assert workers.receive(0.05) == [2]
-    ver_ppo.time.now = 400.0  # it hangs
-    assert workers.receive(0.05) == [0]
+    assert wait(workers, 400) == [0]  # it hangs
     assert workers.processes[0] is not old and workers.processes[0].commands() == [1, 3]
     words = "worker 0 (environments [0, 1, 2, 3]) gave no answer for 300 s (--env-timeout)"
     assert f"{words}, exit code -9: started again\n" == capsys.readouterr().err
@@ -505,17 +511,25 @@ def test_queueing_is_not_hanging(puppets):
     workers = puppets(3, 1)
     (process,) = workers.processes
     for e in range(3):
-        ver_ppo.time.now += 250.0
-        assert workers.receive(0.01) == []
+        assert wait(workers, 250) == []
         process.answer(e)
         assert workers.receive(0.01) == [e]
-    ver_ppo.time.now += 10_000.0  # nobody owes an answer
-    assert workers.receive(0.01) == [] and workers.processes == [process]
+    assert wait(workers, 10_000) == []  # nobody owes an answer
+    assert workers.processes == [process]
     workers.send(np.array([1]))
-    ver_ppo.time.now += 299.0
-    assert workers.receive(0.01) == [] and workers.processes == [process]
-    ver_ppo.time.now += 2.0
-    assert workers.receive(0.01) == [] and workers.processes != [process]
+    assert wait(workers, 299) == [] and workers.processes == [process]
+    assert wait(workers, 2) == [] and workers.processes != [process]
+
+
+def test_a_pause_is_not_hanging(puppets):
+    """A cluster suspends a job, or an update takes long: of the time in which nobody waits, one
+    second counts."""
+    workers = puppets(1, 1)
+    (process,) = workers.processes
+    for _ in range(290):
+        ver_ppo.time.now += 10_000.0
+        assert workers.receive(0.01) == [] and workers.processes == [process]
+    assert wait(workers, 20) == [] and workers.processes != [process]
 
 
 def test_a_hang_among_busy_workers(puppets):
@@ -526,8 +540,8 @@ def test_a_hang_among_busy_workers(puppets):
     hanging.answer(0)
     workers.receive(0)
     workers.send(np.array([0, 1]))
-    for _ in range(10):
-        ver_ppo.time.now += 50.0
+    for _ in range(302):
+        ver_ppo.time.now += 1.0
         busy.answer(1)
         assert workers.receive(0) == [1]
         workers.send(np.array([1]))
@@ -571,7 +585,8 @@ def test_the_end_of_a_worker(monkeypatch, capsys):
     commands.close()
     closed = []
     environments = {}
-    io = {name: [0] * 4 for name in ("lost", "began_at", "step_sec")} | {"episode": [7, 8, 9, 10]}
+    io = {name: [0] * 4 for name in ("started", "began_at", "step_sec")}
+    io["episode"] = [7, 8, 9, 10]
     for e in range(4):
         environment = ver_ppo.Environment(e, None, "train", None, io)
         environment.env = SimpleNamespace(close=lambda e=e: closed.append(e))
@@ -832,8 +847,7 @@ def test_an_error_in_an_update(tmp_path, monkeypatch, number):
     monkeypatch.setattr(ver_ppo, "minibatch_step", minibatch_step)
     monkeypatch.setattr(ver_ppo, "ppo_update", ppo_update)
     args = small(tmp_path, *f"{CARTPOLE} 640 --num-minibatches 4 --checkpoint-interval 64".split())
-    with pytest.raises(MemoryError):
-        ver_ppo.main(args)
+    assert ver_ppo.main(args) == 1
     (folder,) = run_folders(tmp_path)
     if number < 8:
         assert not (folder / "checkpoint.pt").exists(), "there was no good one"
@@ -1004,7 +1018,7 @@ def test_resume(tmp_path):
 
 def test_resumed_episodes(monkeypatch):
     """A resumed run plays episodes that it has not played: their numbers begin at its step."""
-    io = ver_ppo.EnvIO(COUNT_SPEC, 2, first_episode=64)
+    io = ver_ppo.EnvIO(COUNT_SPEC, 2, episodes_before=64)
     options = ver_ppo.Options(env_id="tests.envs:Count-v0")
     seeds = []
     monkeypatch.setattr(ver_ppo, "derive_seed", lambda *numbers: seeds.append(numbers) or 7)
@@ -1099,14 +1113,14 @@ def test_strangers_code(tmp_path, monkeypatch, capsys, with_options, name):
     door = name.split()[0]
     option = f"--{door.replace('_', '-')}"
     for way in with_options(**NAMED[name]):
-        words = "names code that is imported: if you trust it, give "
+        words = "names more than bare words: if you trust it, give "
         (repeat,) = refusal(capsys, way).split(words)[1:]
         assert refusal(capsys, [*way, "--seed", "7"]).endswith(repeat)
         options = ver_ppo.parse_options([*way, *shlex.split(repeat)])
         assert repeat.startswith(option) and getattr(options, door) == NAMED[name][door]
         replaced = ver_ppo.parse_options([*way, option, "another:Y"])
         assert getattr(replaced, door) in ("another:Y", ("another:Y",))
-    with pytest.raises(ver_ppo.UserError, match="names code that is imported"):
+    with pytest.raises(ver_ppo.UserError, match="names more than bare words"):
         play.load_policy(tmp_path / "stranger's")
     assert "stranger" not in sys.modules and not (tmp_path / "executed").exists()
 
@@ -1255,7 +1269,7 @@ MISTAKES = {  # and a word of the answer
     "--num-envs 0": "--num-envs 0: must be a positive number",
     "--num-workers 5": "--num-workers 5: must be at most --num-envs, which is 4",
     "--learning-rate nan": "--learning-rate nan: must be a positive number",
-    "--env-id CartPole-v9000": "--env-id CartPole-v9000 cannot be found",
+    "--env-id CartPole-v9000": "--env-id CartPole-v9000 cannot be loaded",
     "--env-id no_such_module:Env-v0": "for a file in the current folder, put PYTHONPATH=. before",
     "--extensions keep keep": "is given twice, or after its subclass",
     "--env-id minigird/Empty-v0": "is written as package:Id-v0",
@@ -1274,19 +1288,21 @@ MISTAKES = {  # and a word of the answer
 
 @pytest.mark.parametrize("line", MISTAKES)
 def test_mistakes(tmp_path, monkeypatch, capsys, line):
-    """One line names the mistake, before a process starts, and before there is a run folder."""
+    """One line names the mistake, before a process starts, and before there is a run folder. (Only
+    the trial looks up what belongs to an environment: here in this process.)"""
     monkeypatch.setattr(BaseProcess, "start", lambda process: pytest.fail("a process was started"))
-    args = small(tmp_path, "--env-id", "tests.envs:Count-v0", *line.split())
+    inline = ["--num-workers", "0"] if line.startswith(("--env-id", "--wrappers")) else []
+    args = small(tmp_path, "--env-id", "tests.envs:Count-v0", *inline, *line.split())
     one_line(capsys, args, MISTAKES[line])
     assert run_folders(tmp_path) == []
 
 
 def test_mistakes_of_an_evaluation(capsys, checkpoint):
-    """As in training: names are looked up before a process starts."""
+    """As in training: one line, with worker processes and without."""
     evaluate = ["--checkpoint", str(checkpoint), "--eval-episodes", "1", "--num-workers"]
     for workers in ("0", "1"):
         for words in ("--wrappers hidden", "--env-id CartPole-v9000"):
-            one_line(capsys, [*evaluate, workers, *words.split()], f"{words} cannot be found")
+            one_line(capsys, [*evaluate, workers, *words.split()], f"{words} cannot be ")
 
 
 def noted(env, text, number=0):
@@ -1308,8 +1324,8 @@ def test_quotation_marks():
 @pytest.mark.parametrize(
     "fault, words",
     [
-        ("hang", "a reset and a step gave no answer within 1 s (--env-timeout)"),
-        ("exit", "cannot be used: its process died; see its output above"),
+        ("hang", "gave no answer for 1 s (--env-timeout), exit code -9"),
+        ("exit", "died, exit code 7); see its output above"),
         ("raise", "cannot be used (RuntimeError: the simulator is out of paint; "),
         ("quit", "cannot be used (SystemExit: the simulator is sold out; "),
     ],

@@ -10,7 +10,7 @@ import torch
 from torch.distributions import Categorical, Independent
 
 import ver_ppo
-from notebooks.extensions import networks
+from notebooks.extensions import networks, play
 from notebooks.extensions.virtual_clock import SPEC, VirtualWorkers, build
 from tests.helpers import make_spec
 
@@ -202,7 +202,7 @@ def test_units_of_returns():
             tensors[0].add_(other).div_(2)
 
         value_B = policy.step(*inputs, state)[1].clone()
-        ver_ppo.update_value_scale(policy.critic, rollout, average)
+        policy.critic.rescale(rollout.complete["returns"], average)
         found = policy.critic.scale.item()
         if k > 1:
             now_B = policy.step(*inputs, state)[1]
@@ -268,12 +268,12 @@ def test_one_outlier_in_the_rewards():
         rollout["returns"][:] = np.random.default_rng(k).normal(20, 5, 16)
         if k == 2:
             rollout["returns"][3] = -1e5
-        ver_ppo.update_value_scale(policy.critic, rollout, lambda tensors: None)
+        policy.critic.rescale(rollout.complete["returns"], lambda tensors: None)
         units.append(policy.critic.scale.item())
     assert units[2] == pytest.approx(2 * units[1]) and units[-1] < 1.2 * units[1]
     policy.critic.scale.data.fill_(0.0)
     rollout["returns"][:] = 3e38
-    ver_ppo.update_value_scale(policy.critic, rollout, lambda tensors: None)
+    policy.critic.rescale(rollout.complete["returns"], lambda tensors: None)
     assert 1e38 < policy.critic.scale.item() < math.inf
 
 
@@ -313,8 +313,7 @@ def test_true_values(tmp_path, grows_after, expected):
     assert ver_ppo.main(line.split()) == 0
     (folder,) = tmp_path.iterdir()
     path = folder / "checkpoint.pt"
-    saved = ver_ppo.load_checkpoint(path)
-    _, policy = ver_ppo.load_policy(ver_ppo.Options(**saved["options"]), path)
+    _, policy, _ = play.load_saved(path, trust=True)
     first = torch.ones(1, dtype=torch.bool)
     no_action = torch.zeros(1, 1, dtype=torch.int64)
     no_memory = torch.zeros(1, *policy.state_shape)

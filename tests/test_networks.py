@@ -415,7 +415,7 @@ def test_cpc_in_a_run(tmp_path):
     line += " --num-workers 2 --extensions overlap check --total-timesteps 128"
     folder = run_here(tmp_path, line)
     # two rollouts, the second one at half the learning rate
-    assert saved(folder)["policy"]["encoders.1.source.images.0.normalize.rollouts"] == 1.5
+    assert saved(folder)["policy"]["encoders.1.source.images.0.normalize.total_weight"] == 1.5
     assert len(logged(folder, "losses/auxiliary")) == 2
 
 

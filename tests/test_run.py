@@ -283,7 +283,7 @@ def test_a_checkpoint_needs_no_environment(tmp_path, monkeypatch):
     expected = ver_ppo.describe_env(options)
     for name in ("make_env", "describe_env", "try_env"):
         monkeypatch.setattr(ver_ppo, name, lambda *_: pytest.fail("an environment was made"))
-    spec, policy = ver_ppo.load_policy(options, options.checkpoint)
+    spec, policy, _ = play.load_saved(options.checkpoint, trust=True)
     assert spec == expected and spec.choices == [3, 2, 4] and not policy.training
     weights = saved(folder)["policy"]
     assert all(torch.equal(part, weights[name]) for name, part in policy.state_dict().items())
@@ -295,7 +295,7 @@ def test_resume_with_other_options(tmp_path):
     """The run continues with its weights, whatever else changes."""
     line = "--num-workers 0 --total-timesteps 128 --env-kwargs simulator=builtin image_size=16"
     folder = run_here(tmp_path, line)
-    changes = "--env-kwargs image_size=15", "--seed 9 --num-steps 8", "--num-envs 6"
+    changes = "--seed 9 --num-steps 8", "--num-envs 6"
     for change in (*changes, "--sampler nover --ent-coef 0.2"):
         step = saved(folder)["step"]
         args = ["--resume", str(folder), "--total-timesteps", str(step + 1), *CHECKED["here"]]
@@ -605,7 +605,7 @@ BAD_INPUT = {
     "--env-id NoSuch-v0": "NoSuch",
     "--env-id no_such_module:Env-v0": "no_such_module",
     "--env-id tests.envs:NoSuch-v0": "NoSuch",
-    "--env-id tests.quitter:Env-v0": "--env-id tests.quitter:Env-v0 cannot be found (SystemExit",
+    "--env-id tests.quitter:Env-v0": "--env-id tests.quitter:Env-v0 cannot be loaded (SystemExit",
     "--env-id minigird/Empty-v0": "is written as package:Id-v0",
     "--env-id tests.faulty_envs:Broken-v0": "no licence",
     "--env-id tests.envs:TextAlone-v0": "no part of the observation holds numbers",
@@ -627,7 +627,7 @@ BAD_INPUT = {
     f"{LIMIT}(max_episode_steps=3": "(KEY=VALUE, ...)",
     "--policy no_such_module:Policy": "no_such_module",
     "--policy ver_ppo:NoSuch": "NoSuch",
-    "--policy tests.envs:Typo": "--policy tests.envs:Typo cannot be found (AttributeError",
+    "--policy tests.envs:Typo": "--policy tests.envs:Typo cannot be loaded (AttributeError",
     "--policy ver_ppo:Policy(layers=3)": "--policy ver_ppo:Policy(layers=3): ",
     "--policy resnet18(depth=3)": "--policy resnet18(depth=3): ",
     "--policy resnet18 --env-kwargs image_size=32": "64 x 64",
@@ -665,22 +665,22 @@ MISTAKES = {  # the trial's process is started, or not
     "--env-id tests.faulty_envs:Broken-v0": ("no licence", 1),
     "--env-id tests.envs:TextAlone-v0": ("no part of the observation holds numbers", 1),
     "--policy ver_ppo:NoSuch": ("NoSuch", 0),
-    "--wrappers gymnasium.wrappers:NoSuch": ("NoSuch", 0),
+    "--wrappers gymnasium.wrappers:NoSuch": ("NoSuch", 1),
     "--gamma 2": ("--gamma 2.0: must be within 0..1", 0),
 }
 
 
 @pytest.mark.parametrize("line", MISTAKES)
 def test_bad_input_with_workers(tmp_path, capsys, monkeypatch, line):
-    """The same if environments have processes: only the trial's process is started, and none at all
-    for a misspelled name."""
+    """The same if environments have processes: only the trial's process is started, which loads all
+    that belongs to the environment, and none at all for other mistakes."""
     started = []
     own = BaseProcess.start
     note = lambda process: started.append(process._target) or own(process)
     monkeypatch.setattr(BaseProcess, "start", note)
     word, count = MISTAKES[line]
     one_line(capsys, small(tmp_path, "--num-workers", "2", *line.split()), word)
-    assert started == [ver_ppo.trial_process] * count
+    assert started == [ver_ppo.worker_process] * count
     assert run_folders(tmp_path) == [] and nobody_left()
 
 
@@ -788,36 +788,29 @@ def test_memory_task(tmp_path, layers, steps, low, high):
         learner_threads=1,
     )
     folder = ver_ppo.launch(options)
-    spec, policy = ver_ppo.load_policy(options, folder / "checkpoint.pt")
+    spec, policy, _ = play.load_saved(folder / "checkpoint.pt", trust=True)
     evaluation = replace(options, eval_episodes=200, greedy=True)
     means = ver_ppo.report_evaluation(policy, spec, evaluation)
     assert low <= means["return"] <= high
 
 
 def test_threads_of_learning(monkeypatch):
-    """One for each core. After an update in which this thread had to wait for its core, one thread
-    alone makes the next 10 updates."""
+    """One for each core, at most four, or as many as the option says."""
     threads = []
     note = lambda *_: threads.append(torch.get_num_threads()) or {"losses/skipped": 0.0}
     monkeypatch.setattr(ver_ppo, "ppo_update", note)
     monkeypatch.setattr(ver_ppo, "update_statistics", lambda *_: None)
-    monkeypatch.setattr(ver_ppo, "count_cores", lambda: 3)
-    options = ver_ppo.Options()
-    run = SimpleNamespace(options=options, crowded=0, average=None, decay=lambda: 0.5)
+    run = SimpleNamespace(options=ver_ppo.Options(), average=None, decay=lambda: 0.5)
     run.policy = torch.nn.Linear(1, 1)
     run.optimizer = torch.optim.SGD(run.policy.parameters(), lr=1.0)
     run.learning_rates = [4.0]
-    for update in range(33):
-        delays = iter([5.0, 5.0 + (update in (1, 14, 18))])  # before and after learning
-        monkeypatch.setattr(ver_ppo, "run_delay_sec", lambda: next(delays))
+    for cores in (1, 3, 9):
+        monkeypatch.setattr(ver_ppo, "count_cores", lambda: cores)
         ver_ppo.Run.update(run, None)
-    assert ver_ppo.CROWDED_UPDATES == 10
-    assert threads == [3, 3, *[1] * 10, 3, 3, 3, *[1] * 4, *[1] * 10, 3, 3, 3, 3]
     assert run.optimizer.param_groups[0]["lr"] == 2.0
-    run.options = replace(options, learner_threads=2)
-    monkeypatch.setattr(ver_ppo, "run_delay_sec", lambda: 0.0)
+    run.options = replace(run.options, learner_threads=2)
     ver_ppo.Run.update(run, None)
-    assert threads[-1] == 2
+    assert threads == [1, 3, 4, 2]
 
 
 # prints variables as they are when torch is first imported, and ends

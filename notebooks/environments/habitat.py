@@ -264,6 +264,7 @@ class HabitatEnv(gym.Env):
     """
 
     render_mode = "rgb_array"
+    chosen = ()  # see pointnav.make
 
     def __init__(
         self,
@@ -292,7 +293,8 @@ class HabitatEnv(gym.Env):
         dataset = habitat.make_dataset(task.dataset.type, config=task.dataset)
         self.num_episodes = len(dataset.episodes)
         if split == "val":  # environments share the episodes out
-            share = slice(number % self.num_episodes, None, options.num_envs if options else 1)
+            num_envs = options.num_envs if options else 1
+            share = slice(number % num_envs % self.num_episodes, None, num_envs)
             dataset.episodes = dataset.episodes[share]
         self.gym_env = make_gym_from_config(task, dataset)
         self.habitat_env = self.gym_env.unwrapped.habitat_env
@@ -313,7 +315,7 @@ class HabitatEnv(gym.Env):
     def metadata(self):
         """The metrics' names: known after the first reset."""
         metrics = tuple(scalars(self.habitat_env.get_metrics()))
-        return {"render_modes": ["rgb_array"], "metrics": metrics}
+        return {"render_modes": ["rgb_array"], "metrics": metrics, "chosen": self.chosen}
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)

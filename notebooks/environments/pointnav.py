@@ -341,10 +341,15 @@ def make(
     if simulator == "auto":
         workerless = bool(options) and options.num_workers == 0
         simulator = "habitat" if overrides else choose_simulator(workerless)
+    chosen = (f"simulator={simulator}",)  # goes into the run's checkpoint
     if simulator == "builtin":
-        return PointNav(split, camera, image_size)
+        env = PointNav(split, camera, image_size)
+        env.metadata = env.metadata | {"chosen": chosen}
+        return env
     overrides = camera_overrides(camera, image_size) | overrides
-    return HabitatEnv(POINTNAV, options, split, number, render_mode, **overrides)
+    env = HabitatEnv(POINTNAV, options, split, number, render_mode, **overrides)
+    env.chosen = chosen
+    return env
 
 
 @functools.lru_cache
@@ -359,7 +364,7 @@ def choose_simulator(workerless):
     except (ValueError, FileNotFoundError) as error:
         why_not = error
     # not in worker processes, nor in each of many ranks
-    speaks = multiprocessing.current_process().name in ("MainProcess", "trial")
+    speaks = multiprocessing.current_process().name in ("MainProcess", "trial 0")
     if speaks and os.environ.get("LOCAL_RANK", "0") == "0":
         say_once(f"simulator: built-in ({why_not})" if why_not else "simulator: Habitat")
     return "builtin" if why_not else "habitat"

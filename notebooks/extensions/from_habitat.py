@@ -370,7 +370,7 @@ def take_images(encoder, pop):
         image.normalize.mean_C.copy_(mean_C)
         image.normalize.variance_C.copy_(variance_C.clamp(min=LEAST_VARIANCE))
         # there, images are counted; a rollout here has 4,096, by default
-        image.normalize.rollouts.fill_(count.item() / 4096)
+        image.normalize.total_weight.fill_(count.item() / 4096)
 
 
 def put(module, theirs, name):

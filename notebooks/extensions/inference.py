@@ -35,6 +35,7 @@ class Inference(ver_ppo.Run):
     """A run in which `workers` processes choose the actions."""
 
     workers: int = 2
+    preemptible = False
 
     def __init__(self, options):
         """As Run.__init__."""

@@ -66,6 +66,7 @@ def death_of(process, name):
 class Overlap(ver_ppo.Run):
     """Another process collects the next rollout while the policy learns from this one."""
 
+    preemptible = False
     max_lag = 1  # updates that the policy that acts may be behind (for --extensions check)
 
     def start(self):
@@ -104,7 +105,7 @@ class CollectingProcess:
     """
 
     def __init__(self, run):
-        self.enough = run.enough
+        self.look = run.look
         self.version = run.version
         args = run.spec, run.options, run.step, run.collector_class
         self.process, self.pipe = start_process(collector_process, *args)
@@ -113,15 +114,15 @@ class CollectingProcess:
 
     def collect(self, rollout):
         """Wait for the next rollout, which takes the place of this one, and let the process fill
-        the other one. If `enough` ends the waiting, the rollout is empty. Raises EnvironmentFailure
+        the other one. If `look` ends the waiting, the rollout is empty. Raises EnvironmentFailure
         if the process has failed."""
         rollout.rows = 0
         while not self.pipe.poll(0.05):
-            if self.enough(0):
+            if self.look(0):
                 return
         try:
             answer = self.pipe.recv()
-            if isinstance(answer, EnvironmentFailure):
+            if isinstance(answer, Exception):
                 raise answer
             self.pipe.send(None)
         except (EOFError, ConnectionError):
@@ -159,19 +160,21 @@ def collector_process(pipe, spec, options, step, collector_class):
 
     policy = ver_ppo.make_policy(spec, options)
     size = options.rollout_steps, options.num_envs, policy.state_shape
-    rollouts = [ver_ppo.Rollout(spec, *size, torch.device("cpu")) for _ in range(2)]
-    io = ver_ppo.EnvIO(spec, options.num_envs, first_episode=step)
-    workers = ver_ppo.make_workers(options, "train", spec, io)
-    collector = collector_class(policy, workers, io, spec, options, take_weights)
-    with contextlib.closing(workers), contextlib.suppress(EOFError, ConnectionError):
-        for rollout in itertools.cycle(rollouts):
-            while news := pipe.recv():
-                act_with(*news)
-            try:
+    try:
+        rollouts = [ver_ppo.Rollout(spec, *size, torch.device("cpu")) for _ in range(2)]
+        io = ver_ppo.EnvIO(spec, options.num_envs, episodes_before=step)
+        workers = ver_ppo.make_workers(options, "train", spec, io)
+        collector = collector_class(policy, workers, io, spec, options, take_weights)
+        with contextlib.closing(workers), contextlib.suppress(EOFError, ConnectionError):
+            for rollout in itertools.cycle(rollouts):
+                while news := pipe.recv():
+                    act_with(*news)
                 collector.collect(rollout)
                 pipe.send(rollout)
-            except EnvironmentFailure as error:
-                pipe.send(error)
+    except (EnvironmentFailure, *ver_ppo.LIMIT_ERRORS) as error:
+        if not (isinstance(error, EnvironmentFailure) or ver_ppo.limit_of(error)):
+            raise
+        pipe.send(error)
 
 
 class Trajectories(ver_ppo.Collector):

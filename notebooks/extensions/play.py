@@ -43,7 +43,10 @@ def load_policy(folder, trust=False):
 def load_saved(path, trust=False):
     """The Spec, the policy and the options of a checkpoint. As `load_policy`."""
     options = replace(saved_options(path, trust), device="cpu")
-    return *ver_ppo.load_policy(options, path), options
+    spec = ver_ppo.Spec(**ver_ppo.load_checkpoint(path)["spec"])
+    policy = ver_ppo.make_policy(spec, options)
+    ver_ppo.load_weights(policy, path, spec)
+    return spec, policy, options
 
 
 class Skill:

@@ -24,7 +24,6 @@ The rule is the paper's. The numbers below are from the paper's published code.
 """
 
 import contextlib
-import fcntl
 import json
 import math
 import os
@@ -249,13 +248,11 @@ class MemberRun(ver_multigpu.RankRun):
         """As RankRun.log. Raises Evolved in all ranks if rank 0 has changed the checkpoint, which
         `stop` then does not replace. After a signal, training ends instead, and the next start
         continues from the changed checkpoint."""
-        interval = self.options.checkpoint_interval
-        before = self.step
         super().log(rollout, logs)
         score = mean_score(self.recent, self.column)
         if score is not None:
             self.best = max(self.best, score)
-        if self.step // interval == before // interval:  # no checkpoint at this update
+        if not self.checkpoint_due:
             return
         own = publish_and_decide(self) if self.ranks.rank == 0 else None
         (evolved, *_), signal_R = zip(*self.ranks.gather((own, self.signal)))
@@ -296,7 +293,7 @@ def publish_and_decide(run):
     publish(content, options)
     best = run.best
     run.best = -math.inf
-    waits = run.step - run.first_step < options.evolve_after
+    waits = run.step - run.initial_step < options.evolve_after
     if waits or run.step >= options.total_timesteps:
         return None
     others = read_others(run, content)
@@ -365,21 +362,6 @@ def join(options):
     return replace(options, resume=str(newest), **kept)
 
 
-def lock_folder(folder):
-    """Lock a folder, by a file in it, until the descriptor that is returned is closed or this
-    process ends. Raises UserError if another process has locked it."""
-    descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        reason = "belongs to a member that has not ended: wait for it"
-        raise ver_ppo.UserError(f"{folder} {reason}") from None
-    except OSError:  # a file system without locks
-        pass
-    return descriptor
-
-
 @contextlib.contextmanager
 def only_one(options):
     """Around a member's whole training: refuse a second process with the same number. With many
@@ -389,7 +371,7 @@ def only_one(options):
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if os.environ.get("RANK", "0") == "0":
-            lock = lock_folder(folder)
+            lock = ver_ppo.lock_folder(folder)
     except OSError as error:
         ver_ppo.refuse(options, "population", f"cannot be written ({error.strerror})")
     try:

@@ -78,7 +78,7 @@ class VirtualWorkers:
         io["terminated"][e] = ending == "terminated"
         # a lost step has no outcome: what its row holds here means nothing
         io["truncated"][e] = ending in ("truncated", "lost")
-        io["lost"][e] = step < 0 or ending == "lost"
+        io["started"][e] = step < 0 or ending == "lost"
         io["first"][e] = step < 0 or ending is not None
         io["final_obs"]["obs"][e] = observation_of(e, step + 1, final=True)
         io["obs"]["obs"][e] = observation_of(e, step + 1)

@@ -60,7 +60,7 @@ class TrainingLoop:
         self.compute_returns()
         self.fill_up()
         critic = self.policy.critic
-        ver_ppo.update_value_scale(critic, self.learned, alone)
+        critic.rescale(self.learned.complete["returns"], alone)
         self.scale = max(critic.scale.item(), 1e-8)
         self.normalize()
 
