@@ -97,9 +97,13 @@ class Ranks:
         self.store = dist.PrefixStore(name, self.store)
         # without this, an error of NCCL would end the process without a message
         os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        group = {"store": self.store, "rank": self.rank, "world_size": self.size}
-        dist.init_process_group(backend, timeout=timeout, **group)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
+            timeout=timeout,
+            store=self.store,
+            rank=self.rank,
+            world_size=self.size,
+        )
 
     def average(self, tensors):
         """Average these tensors over all ranks, in place, in one message (DD-PPO section 3). All

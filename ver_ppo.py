@@ -1166,7 +1166,7 @@ class Workers:
         when = "" if self.has_answered_W[worker] else ", before its first answer"
         reason = f"worker {worker} (environments {mine}) {what}, exit code {process.exitcode}{when}"
         self.failed_at.append(time.monotonic())
-        if when or not self.options.max_worker_restarts:
+        if when or self.environments[0].split == "trial":
             raise EnvironmentFailure(reason)
         many = len(self.failed_at) == self.failed_at.maxlen
         if many and self.failed_at[-1] - self.failed_at[0] < 3600:
@@ -1470,7 +1470,7 @@ def describe_env(options):
     """
     answer, outbox = mp.Pipe(duplex=False)
     folder = os.getcwd()
-    trial = Trial(replace(options, max_worker_restarts=0), outbox)
+    trial = Trial(options, outbox)
     workers = InlineWorkers([trial]) if options.num_workers == 0 else Workers([trial], 1)
     with contextlib.closing(workers):
         try:

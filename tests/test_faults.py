@@ -526,6 +526,9 @@ def test_a_pause_is_not_hanging(puppets):
     second counts."""
     workers = puppets(1, 1)
     (process,) = workers.processes
+    process.answer(0)
+    assert workers.receive(0.01) == [0]
+    workers.send(np.array([0]))
     for _ in range(290):
         ver_ppo.time.now += 10_000.0
         assert workers.receive(0.01) == [] and workers.processes == [process]
@@ -1277,7 +1280,7 @@ MISTAKES = {  # and a word of the answer
     "--wrappers gymnasium.wrappers:TimeLimit(steps=3)": "TimeLimit(steps=3): ",
     "--wrappers gymnasium.wrappers:TimeLimit(3)": "(KEY=VALUE, ...)",
     "--wrappers builtins:max(x=1)": "--wrappers builtins:max(x=1): ",
-    "--wrappers m:f(text='x)": "--wrappers m:f(text='x) cannot be found",
+    "--wrappers m:f(text='x)": "--wrappers m:f(text='x) cannot be loaded",
     "--policy resnet19": "--policy resnet19 cannot be found",
     "--extensions json:dumps": "must be a subclass of ver_ppo.Run",
     "--resume nowhere": "mkdir -p nowhere lets a new run begin there",
