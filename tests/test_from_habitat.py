@@ -18,6 +18,7 @@ import torch
 import ver_ppo
 from notebooks.environments import habitat
 from notebooks.extensions import from_habitat, networks
+from notebooks.extensions.play import Skill
 from tests import habitat_baselines as theirs
 from tests.helpers import ROOT, logged, make_spec, one_line, run_folders, run_here, saved
 from ver_ppo import UserError
@@ -133,6 +134,18 @@ def test_faults_are_noticed(monkeypatch, fault):
     if fault == "deviations without bounds":
         policy.bounds = None, None
     assert difference(case, policy) > 1e-2
+
+
+@pytest.mark.parametrize("case", ["depth", *(case for case in RECORDED if "arm" in case)])
+def test_it_plays(case):
+    """A robot acts with the policy, whatever the size of its layers."""
+    policy = converted(case, theirs.weights_of(RECORDED[case][0]))
+    space, *_ = shown(case)
+    spec = make_spec(space, theirs.action_space_of(case))
+    skill = Skill(policy)
+    for _ in range(2):
+        action = skill.act(ver_ppo.read_observation(spec, space, space.sample()))
+        assert action.shape == (spec.action_dims,)
 
 
 @pytest.mark.parametrize("case", ["depth", "rgb", "blind", "arm, by state"])
@@ -365,6 +378,8 @@ def test_task_and_options(tmp_path):
     }
     old = {"NUM_ENVIRONMENTS": 6, "TOTAL_NUM_STEPS": 2e6, "RL": {"PPO": ppo}, "TASK_CONFIG": {}}
     assert from_habitat.options_of(old) == from_habitat.options_of(config)
+    ppo["use_normalized_advantage"] = "\x1b[2J"  # a stranger's text, which would be printed
+    assert from_habitat.options_of(config)["norm_adv"] is True
     config["habitat_baselines"]["total_num_steps"] = -1.0  # updates are counted instead
     assert "total_timesteps" not in from_habitat.options_of(config)
     path = from_habitat.task_file(config, "ckpt.3", tmp_path)

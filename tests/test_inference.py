@@ -106,6 +106,17 @@ def test_one_is_as_none(tmp_path):
     assert differences(none, one) == []
 
 
+def test_a_frozen_encoder(tmp_path):
+    """The policy goes to another process with a frozen encoder, which learns nothing."""
+    line = "--env-kwargs simulator=builtin image_size=16 --num-workers 1 --total-timesteps 128"
+    one = run_here(tmp_path / "one", line)
+    transfer = f"transfer(file={one / 'checkpoint.pt'}, freeze=True)"
+    args = line, "--seed", "5", "--extensions", transfer, "inference(workers=1)"
+    before, after = (saved(each)["policy"] for each in (one, run_here(tmp_path / "two", *args)))
+    for name, weight in before.items():
+        assert torch.equal(weight, after[name]) == name.startswith("encoders.0."), name
+
+
 def test_carried_steps(tmp_path):
     """With one inference process, a run with uneven environments learns from the same kind of steps
     as without: about as many are carried over, and they have similar weights."""

@@ -27,7 +27,7 @@ from notebooks.extensions.virtual_clock import (
     build,
     taken,
 )
-from tests.helpers import EXTENSIONS, busy_shares
+from tests.helpers import EXTENSIONS, busy_shares, one_line, run_here, small
 
 
 def table(seed, num_envs=4, spread=0.8):
@@ -394,6 +394,67 @@ def test_trace(tmp_path, mode, workers, sampler):
     pairs = itertools.product(batches, learning)
     overlaps = [batch for batch, phase in pairs if batch[0] < phase[1] and phase[0] < batch[1]]
     assert bool(overlaps) == (mode == "overlap")
+
+
+TRACED = "--env-id CartPole-v1 --num-workers 0 --total-timesteps 128"
+
+
+def test_trace_file(tmp_path, monkeypatch, capsys):
+    """What the command line names is replaced, as a whole, and `~` is the home folder. A run
+    without an update keeps an old file. A file in no folder, and what is no file, are refused."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "trace.json"
+    path.write_text("[\n1]")
+    runs = tmp_path / "runs"
+    folder = run_here(runs, TRACED, "--extensions", "trace(file=~/trace.json)")
+    found = path.read_text()
+    assert sum(event["pid"] == "learner" for event in json.loads(found)) == 2
+    args = ["--resume", str(folder), "--extensions", "trace(file=~/trace.json)"]
+    assert ver_ppo.main(args) == 0
+    assert path.read_text() == found and sorted(tmp_path.iterdir()) == [runs, path]
+    for file in ("nowhere/trace.json", "/dev/null", "runs"):
+        args = small(tmp_path / "none", *TRACED.split(), "--extensions", f"trace(file={file})")
+        one_line(capsys, args, "cannot be written")
+
+
+def test_a_trace_in_the_run_folder(tmp_path, monkeypatch):
+    """Without a name, which a stranger's checkpoint cannot give, the trace is in the run folder,
+    even if that stranger has planted links. Rank 1, which has no folder, writes none."""
+    outside = tmp_path / "outside"
+    outside.write_text("mine")
+    folder = run_here(tmp_path / "runs", TRACED, "--extensions", "trace")
+    path = folder / "trace.json"
+    assert len({event["pid"] for event in json.loads(path.read_text())}) == 6
+    for name in ("trace.json", "trace.json.tmp"):
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(outside)
+    assert ver_ppo.main(["--resume", str(folder), "--total-timesteps", "192"]) == 0
+    assert json.loads(path.read_text()) and not path.is_symlink()
+    assert outside.read_text() == "mine" and not (folder / "trace.json.tmp").exists()
+
+    monkeypatch.setattr(ver_ppo.Run, "writes", False)
+    monkeypatch.chdir(tmp_path)
+    assert ver_ppo.main(small(tmp_path / "1", *TRACED.split(), "--extensions", "trace")) == 0
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["outside", "runs"]
+
+
+def test_a_trace_of_a_killed_run(tmp_path, monkeypatch):
+    """Each checkpoint comes with a whole trace so far."""
+    path = tmp_path / "trace.json"
+    found = []
+    log = ver_ppo.Run.log
+
+    def log_and_look(run, *args):
+        log(run, *args)
+        if path.exists():
+            found.append((run.step, len(json.loads(path.read_text()))))
+
+    monkeypatch.setattr(ver_ppo.Run, "log", log_and_look)
+    line = f"{TRACED} --total-timesteps 256 --checkpoint-interval 128"
+    run_here(tmp_path / "runs", line, "--extensions", f"trace(file={path})")
+    steps, sizes = zip(*found)
+    assert steps == (128, 192, 256) and sizes[0] == sizes[1] < sizes[2]
 
 
 def test_double_buffering():

@@ -149,7 +149,8 @@ def test_opponents(tmp_path):
     with a memory that begins anew in each episode."""
     folder = run_here(tmp_path, LINE, *SELFPLAY)
     place = folder / "snapshots"
-    env = selfplay.Against(duel.Duel(), str(place), keep=2)
+    options = ver_ppo.Options(hidden_size=16)
+    env = selfplay.Against(duel.Duel(options=options), str(place), keep=2)
     env.reset(seed=0)
     opponents = set()
     for _ in range(30):
@@ -159,10 +160,10 @@ def test_opponents(tmp_path):
         assert not agent.state.any()
         env.step(1)
         assert agent.state.any()
-    newest = [selfplay.load_snapshot(path, False) for path in selfplay.snapshots(place)[-2:]]
+    newest = [selfplay.load_snapshot(path, options) for path in selfplay.snapshots(place)[-2:]]
     assert opponents == {id(policy) for policy in newest}
 
-    env = selfplay.Against(duel.Duel(), str(selfplay.snapshots(place)[-1]))
+    env = selfplay.Against(duel.Duel(options=options), str(selfplay.snapshots(place)[-1]))
     env.reset(seed=0)
     replay = Agent(newest[1], env)
     for step in range(20):
@@ -211,18 +212,54 @@ def test_members_of_a_population(tmp_path):
     assert len(names) == 2
 
 
-def test_a_strangers_snapshots(tmp_path):
-    """Snapshots that name code run nothing: a resumed run writes its own names into them."""
-    folder = run_here(tmp_path, LINE, *SELFPLAY)
-    path = selfplay.snapshots(folder / "snapshots")[-1]
+@pytest.mark.parametrize("share", [True, False])
+def test_a_strangers_snapshots(tmp_path, monkeypatch, capsys, share):
+    """A snapshot gives its weights. What else it says names nothing: neither in training, in a
+    folder that runs share or in a run folder, nor in the tournament. Another network's weights end
+    the run."""
+    (tmp_path / "stranger.py").write_text("open('executed', 'w')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    extension = f"selfplay(every=1000{', share=~/shared' if share else ''})"
+    folder = run_here(tmp_path / "runs", LINE, "--extensions", extension)
+    place = tmp_path / "shared" if share else folder / "snapshots"
+    (path,) = selfplay.snapshots(place)
     content = ver_ppo.load_checkpoint(path)
-    content["options"]["policy"] = "tests.no_such_module:Evil"
+    content["options"] |= {"policy": "stranger:Evil", "wrappers": ("stranger:Evil",)}
     ver_ppo.write_checkpoint(content, path)
-    with pytest.raises(ver_ppo.UserError, match="names code"):
-        selfplay.load_snapshot(path, False)
-    args = ["--resume", str(folder), "--total-timesteps", "384"]
-    assert ver_ppo.main(args) == 0
-    assert ver_ppo.load_checkpoint(path)["options"]["policy"] == "ver_ppo:Policy"
+    before = path.read_bytes()
+    args = ["--resume", str(folder), "--extensions", extension, "--total-timesteps"]
+    assert ver_ppo.main([*args, "384"]) == 0
+    if not share:
+        assert selfplay.main([str(folder), "--eval-episodes", "2"]) == 0
+    assert path.read_bytes() == before and not (tmp_path / "executed").exists()
+    content["policy"]["critic.weight"] = torch.zeros(1, 17)
+    ver_ppo.write_checkpoint(content, path)
+    selfplay.load_snapshot.cache_clear()
+    assert ver_ppo.main([*args, "448"]) == 2
+    assert "belongs to another network" in capsys.readouterr().err
+
+
+def test_a_strangers_link(tmp_path, capsys):
+    """Snapshots stay in the run folder, even if a stranger has planted a link there."""
+    folder = run_here(tmp_path / "runs", LINE)
+    (tmp_path / "outside").mkdir()
+    (folder / "snapshots").symlink_to(tmp_path / "outside")
+    args = ["--resume", str(folder), "--total-timesteps", "384", "--extensions", "selfplay"]
+    assert ver_ppo.main(args) == 1
+    assert "is a symbolic link" in capsys.readouterr().err
+    assert not list((tmp_path / "outside").iterdir())
+
+
+def test_a_start_that_fails(tmp_path, monkeypatch):
+    """The checkpoint does not name the wrapper, even if the environments failed at the start."""
+    monkeypatch.setattr(duel.Duel, "observe", lambda *_: 1 / 0)
+    monkeypatch.setattr(ver_ppo, "describe_env", lambda _: ver_ppo.spec_of(duel.Duel()))
+    with pytest.raises(ZeroDivisionError):
+        ver_ppo.main(small(tmp_path, *LINE.split(), *SELFPLAY))
+    (folder,) = run_folders(tmp_path)
+    assert saved(folder)["options"]["wrappers"] == ()
 
 
 def test_tournament(tmp_path, capsys):

@@ -2,6 +2,7 @@
 
 import csv
 import os
+import shutil
 import signal
 import time
 
@@ -77,6 +78,42 @@ def test_evaluations_during_training(tmp_path):
     assert logged(folder, "eval/length")[128] >= 8  # of CartPole, at least
     one, two = saved(plain), saved(folder)
     assert all(same(one[name], two[name]) for name in ("policy", "optimizer", "recent"))
+
+
+@pytest.mark.parametrize("source", ["random", "numpy", "torch"])
+def test_global_random_numbers(tmp_path, source):
+    """Environments that draw from a generator of this process, as the evaluation's own do, draw the
+    same in training."""
+    line = f"--env-id tests.envs:Drawn-v0 --env-kwargs source={source} --num-workers 0"
+    line += " --total-timesteps 320 --extensions"
+    plain = run_here(tmp_path / "plain", f"{line} keep")
+    folder = run_here(tmp_path / "evaluated", f"{line} evaluate(every=100) --eval-episodes 3")
+    one, two = saved(plain), saved(folder)
+    assert all(same(one[name], two[name]) for name in ("policy", "optimizer", "recent"))
+
+
+def test_a_strangers_links(tmp_path, capsys):
+    """Neither kept checkpoints nor evaluations leave a run folder in which a stranger has planted
+    links."""
+    folder = run_here(tmp_path / "runs", LINE, "--extensions", "keep")
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "file").write_text("mine")
+    shutil.rmtree(folder / "checkpoints")
+    for name in ("checkpoints", "evaluation"):
+        (folder / name).symlink_to(outside)
+    assert ver_ppo.main(["--resume", str(folder), "--total-timesteps", "448"]) == 1
+    assert "is a symbolic link" in capsys.readouterr().err
+    (folder / "checkpoints").unlink()
+    (folder / "checkpoints").mkdir()
+    for name in ("448.pt", "448.pt.tmp", "448.tmp"):
+        (folder / "checkpoints" / name).symlink_to(outside / "file")
+    assert ver_ppo.main(["--resume", str(folder), "--total-timesteps", "448"]) == 0
+    assert [path.name for path in folder.glob("checkpoints/*.pt")] == ["448.pt"]
+    assert series.main([str(folder), "--eval-episodes", "2"]) == 1
+    assert "is a symbolic link" in capsys.readouterr().err
+    assert [path.name for path in outside.iterdir()] == ["file"]
+    assert (outside / "file").read_text() == "mine"
 
 
 def test_a_signal_during_an_evaluation(tmp_path, monkeypatch):

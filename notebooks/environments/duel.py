@@ -58,8 +58,9 @@ class Duel(gym.Env):
     )
     action_space = gym.spaces.Discrete(4)
 
-    def __init__(self, split="train", render_mode=None):
+    def __init__(self, split="train", options=None, render_mode=None):
         self.split = split
+        self.options = options  # of the run; they name the network of an opponent
         self.render_mode = render_mode
         self.opponent = None  # has `act(observation)`
         self.robots = Body(), Body()
@@ -157,4 +158,5 @@ class Duel(gym.Env):
         return image
 
 
-gym.register("Duel-v0", Duel, kwargs={"split": "train"}, order_enforce=False)
+own = {"split": "train", "options": None}
+gym.register("Duel-v0", Duel, kwargs=own, order_enforce=False)

@@ -30,8 +30,8 @@ class TransferTask(gym.Wrapper):
         in_habitat = isinstance(self.unwrapped, HabitatEnv)
         self.habitat = self.unwrapped.habitat_env.sim if in_habitat else None
 
-    def reset(self, **arguments):
-        observation, info = self.env.reset(**arguments)
+    def reset(self, *, seed=None, options=None):
+        observation, info = self.env.reset(seed=seed, options=options)
         self.start = self.position
         self.places = set()
         self.score = 0.0

@@ -17,6 +17,8 @@ goal:
 The agent is differentiable: PPO's gradient flows through it to the goal.
 """
 
+from pathlib import Path
+
 import torch
 from torch import nn
 
@@ -89,7 +91,7 @@ class NeuralController(ver_ppo.Policy):
         if not file:
             raise ver_ppo.UserError("controller: give an agent's checkpoint, controller(file=FILE)")
         own = self.log_ent_coef.detach().clone()
-        ver_ppo.load_weights(self, file)
+        ver_ppo.load_weights(self, Path(file).expanduser())
         self.log_ent_coef.data.copy_(own)
 
     @property

@@ -316,7 +316,7 @@ def deviation_of(weights, config):
     found = {"std": std, "tanh": given["action_activation"] == "tanh"}
     found["by_state"] = "action_distribution.std" not in weights
     if given["clamp_std"]:
-        bounds = [given[f"min_{name}"], given[f"max_{name}"]]
+        bounds = [float(given[f"min_{name}"]), float(given[f"max_{name}"])]
         if std == "softplus":  # there, the bounds are of the deviation itself
             bounds = [math.log(math.expm1(bound)) for bound in bounds]
         found |= dict(zip(("low", "high"), bounds))
@@ -413,7 +413,8 @@ def lower(node):
 
 
 def options_of(config):
-    """Our options, by their configuration."""
+    """Our options, by their configuration. Its values become numbers, so no text of the file is
+    printed."""
     found = {}
     baselines = config.get("habitat_baselines") or lower(config)
     for ours, theirs in TAKEN.items():
@@ -421,7 +422,7 @@ def options_of(config):
         for key in theirs.split("."):
             value = value.get(key, {}) if isinstance(value, dict) else {}
         if value not in ({}, None, -1):
-            found[ours] = int(value) if ours == "total_timesteps" else value
+            found[ours] = type(getattr(ver_ppo.Options, ours))(value)
     return found
 
 
@@ -429,7 +430,7 @@ def task_file(config, stem, folder):
     """Write the task's part of their configuration as a file for `--env-id habitat`; JSON is YAML.
     Its name has a checksum, so that no file of another run is replaced. Returns its path."""
     text = HEADER + json.dumps({"habitat": config["habitat"]}, indent=1) + "\n"
-    path = Path(folder).absolute() / f"{stem}.{zlib.crc32(text.encode()):08x}.yaml"
+    path = Path(folder).expanduser().absolute() / f"{stem}.{zlib.crc32(text.encode()):08x}.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     return path
@@ -457,7 +458,7 @@ def convert(path, argv):
         if "habitat" not in config:
             advice = "give --env-kwargs config=FILE"
             raise UserError(f"{path} has no task that habitat-lab 0.3 knows: {advice}")
-        task = task_file(config, Path(path).stem, options.runs_dir)
+        task = task_file(config, path.stem, options.runs_dir)
         options = replace(options, env_kwargs=(f"config={task}", *options.env_kwargs))
     ver_ppo.check_options(options)
     converted = type("Converted", (Converted,), {"weights": weights})
@@ -477,7 +478,7 @@ def main(argv=None):
         print(__doc__.strip(), file=sys.stderr)
         return 2
     try:
-        print(convert(words[0], words[1:]))
+        print(convert(Path(words[0]).expanduser(), words[1:]))
         return 0
     except UserError as error:
         print(f"from_habitat.py: {error}", file=sys.stderr)

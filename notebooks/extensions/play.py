@@ -66,7 +66,7 @@ class Skill:
         if policy.choices:
             self.action = torch.zeros(1, len(policy.choices), dtype=torch.int64)
         else:
-            self.action = torch.zeros(1, policy.actor.out_features)
+            self.action = torch.zeros(1, len(policy.log_std_A))
 
     @torch.inference_mode()
     def act(self, observation):

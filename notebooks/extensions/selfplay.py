@@ -14,10 +14,14 @@ are learned from. Runs with the same `share` play each other, such as the member
     python -m notebooks.extensions.population --env-id duel --population runs/duels --member 0
         --preemption none --extensions "selfplay(share=runs/duels/snapshots)"
 
-The environment must have an attribute `opponent`, and call `opponent.act(observation)` in each step
-(notebooks/environments/duel.py). As a program, this file lets the policy of a run play against the
-snapshots of 0, 25, 50 and 75 % of its steps. The evaluation at the end of the run is against an
-opponent that acts at random.
+Such runs must have the same network. A snapshot gives an opponent its weights, and nothing else:
+the options of the run that plays against it name the network.
+
+The environment must have an attribute `opponent`, and call `opponent.act(observation)` in each
+step. It must also keep the argument `options`, which it gets from `ver_ppo.make_env`, as an
+attribute (notebooks/environments/duel.py). As a program, this file lets the policy of a run play
+against the snapshots of 0, 25, 50 and 75 % of its steps. The evaluation at the end of the run is
+against an opponent that acts at random.
 """
 
 import functools
@@ -29,7 +33,7 @@ import gymnasium as gym
 import tyro
 
 import ver_ppo
-from notebooks.extensions import play
+from notebooks.extensions import files, play
 
 
 def snapshots(place):
@@ -46,28 +50,29 @@ def step_of(path):
 
 
 @functools.lru_cache(maxsize=32)
-def load_snapshot(path, trust):
-    """Load the policy of a snapshot, on the CPU."""
-    _, policy, _ = play.load_saved(path, trust)
+def load_snapshot(path, options):
+    """Load the weights of a snapshot into the network that these options name, on the CPU. Whatever
+    else the file says is not used, since a stranger may have written it."""
+    _, policy = ver_ppo.load_policy(replace(options, device="cpu"), path)
     return policy
 
 
 class Against(gym.Wrapper):
     """In each episode, the opponent is one of the newest `keep` snapshots in `place`, or the one
-    snapshot that `place` is. With `trust`, snapshots may name any code, which is then imported."""
+    snapshot that `place` is."""
 
-    def __init__(self, env, place, keep=10, trust=False):
+    def __init__(self, env, place, keep=10):
         super().__init__(env)
         self.place = Path(place)
         self.keep = keep
-        self.trust = trust
 
     def reset(self, **arguments):
         """Begin an episode, with an opponent that has no memory of the one before."""
         observation, info = self.env.reset(**arguments)
         paths = snapshots(self.place)[-self.keep :]
         path = paths[self.np_random.integers(len(paths))]
-        self.unwrapped.opponent = play.Agent(load_snapshot(path, self.trust), self.env)
+        policy = load_snapshot(path, self.unwrapped.options)
+        self.unwrapped.opponent = play.Agent(policy, self.env)
         return observation, info
 
 
@@ -90,19 +95,19 @@ class SelfPlay(ver_ppo.Run):
         """As Run.start, with environments whose opponents are snapshots."""
         if self.folder is None:
             raise ver_ppo.UserError("--extensions selfplay: use ver_ppo.py, with one process")
-        self.place = Path(self.share or self.folder / "snapshots").absolute()
+        self.place = self.folder / "snapshots"
+        if self.share:
+            self.place = Path(self.share).expanduser().resolve()
         self.place.mkdir(parents=True, exist_ok=True)
-        if not self.share:
-            for path in snapshots(self.place):  # of a resumed run; the code that they name is ours
-                self.write_snapshot(path, ver_ppo.load_checkpoint(path)["policy"])
         if not snapshots(self.place):
             self.snapshot()
         own = self.options
-        arguments = f"place={str(self.place)!r}, keep={self.keep}, trust=True"
-        wrapper = f"{__name__}:Against({arguments})"
+        wrapper = f"{__name__}:Against(place={str(self.place)!r}, keep={self.keep})"
         self.options = replace(own, wrappers=(*own.wrappers, wrapper))
-        super().start()
-        self.options = own  # those of the checkpoint
+        try:
+            super().start()
+        finally:
+            self.options = own  # those of the checkpoint
 
     def log(self, rollout, logs):
         """As Run.log. Write a snapshot when a multiple of `every` steps has passed."""
@@ -112,15 +117,10 @@ class SelfPlay(ver_ppo.Run):
             self.snapshot()
 
     def snapshot(self):
-        """Write a snapshot of the present weights."""
-        path = self.place / f"{self.step}-{self.folder.name}.pt"
-        self.write_snapshot(path, self.policy.state_dict())
-
-    def write_snapshot(self, path, weights):
-        """Write weights as a checkpoint of this run that cannot be continued."""
-        content = {"format": ver_ppo.CHECKPOINT_FORMAT, "policy": weights}
+        """Write the present weights, as a checkpoint of this run that cannot be continued."""
+        content = {"format": ver_ppo.CHECKPOINT_FORMAT, "policy": self.policy.state_dict()}
         content |= {"options": asdict(self.options), "spec": asdict(self.spec)}
-        ver_ppo.write_checkpoint(content, path)
+        files.write_checkpoint(content, self.place / f"{self.step}-{self.folder.name}.pt")
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def tournament(options):
     won = {}
     for quarter in range(4):
         path = paths[quarter * len(paths) // 4]
-        wrapper = f"{__name__}:Against(place={str(path)!r}, trust={options.trust})"
+        wrapper = f"{__name__}:Against(place={str(path)!r})"
         against = replace(run_options, wrappers=(*run_options.wrappers, wrapper))
         print(f"against the snapshot of step {step_of(path):,}: ", end="", flush=True)
         won[step_of(path)] = ver_ppo.report_evaluation(policy, spec, against)["won"]

@@ -7,9 +7,10 @@
     python -m notebooks.extensions.series RUN_FOLDER --eval-episodes all
 
 `evaluate` evaluates during training, too, after each update that passes a multiple of 200,000
-steps: `--eval-episodes` episodes, the same each time. Training waits meanwhile, and torch's random
-numbers stay as they are. TensorBoard shows the means as eval/... The environments of training stay
-in memory, and those of the evaluation have the same numbers (`number` of ver_ppo.make_env).
+steps: `--eval-episodes` episodes, the same each time. Training waits meanwhile. Then it continues
+with the random numbers that it would have without the evaluation. TensorBoard shows the means as
+eval/... The environments of training stay in memory, and those of the evaluation have the same
+numbers (`number` of ver_ppo.make_env).
 
 `keep` keeps every checkpoint, and this program evaluates them later.
 
@@ -22,16 +23,19 @@ evaluated.
 
 import contextlib
 import csv
-import shutil
+import io
+import random
 import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import tyro
 
 import ver_ppo
+from notebooks.extensions import files
 from notebooks.extensions.play import saved_options
 
 USUAL = "spl", "success", "return"  # by which the best is chosen
@@ -46,9 +50,7 @@ class Keep(ver_ppo.Run):
             return False
         kept = self.folder / "checkpoints" / f"{self.step}.pt"
         kept.parent.mkdir(exist_ok=True)
-        temporary = kept.with_suffix(".tmp")
-        shutil.copyfile(self.folder / "checkpoint.pt", temporary)
-        temporary.replace(kept)
+        files.write_file(kept, (self.folder / "checkpoint.pt").read_bytes())
         return True
 
 
@@ -71,7 +73,8 @@ class Evaluate(ver_ppo.Run):
         at_end = self.step >= self.options.total_timesteps  # where `train` evaluates
         if self.step // self.every == before // self.every or at_end:
             return
-        with ver_ppo.caught_signals(self.interrupt), contextlib.suppress(ver_ppo.Interrupted):
+        signals = ver_ppo.caught_signals(self.interrupt)
+        with signals, contextlib.suppress(ver_ppo.Interrupted), own_generators():
             ver_ppo.Run.evaluate(self)  # that of RankRun ends the process group
         self.lap_at = time.perf_counter()  # this was no part of the next cycle
 
@@ -79,6 +82,19 @@ class Evaluate(ver_ppo.Run):
         """End an evaluation because of a signal. The next `collect` then ends training."""
         self.note_signal(number, frame)
         raise ver_ppo.Interrupted(number)
+
+
+@contextlib.contextmanager
+def own_generators():
+    """Keep Python's and numpy's global random numbers for what follows. With --num-workers 0, an
+    evaluation's environments seed them in this process. (`play_episodes` keeps torch's.)"""
+    python = random.getstate()
+    numpy = np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
 
 
 @dataclass(frozen=True)
@@ -121,15 +137,18 @@ def evaluate_series(options):
     for step, path in sorted(path_of.items()):
         spec, policy = ver_ppo.load_policy(run_options, path)
         print(f"step {step:,}: ", end="")
-        means = ver_ppo.report_evaluation(policy, spec, run_options, results / f"{step}.csv")
+        episodes = io.BytesIO()
+        means = ver_ppo.report_evaluation(policy, spec, run_options, episodes)
+        files.write_file(results / f"{step}.csv", episodes.getvalue())
         if means:  # at least one episode has ended
             rows.append({"step": step} | means)
     if not rows:
         raise ver_ppo.UserError("no episode of any checkpoint has ended")
-    with open(results / "series.csv", "w", newline="") as file:
-        table = csv.DictWriter(file, rows[0])
-        table.writeheader()
-        table.writerows(rows)
+    text = io.StringIO(newline="")
+    table = csv.DictWriter(text, rows[0])
+    table.writeheader()
+    table.writerows(rows)
+    files.write_file(results / "series.csv", text.getvalue().encode())
     best = max(rows, key=lambda row: row[metric])
     path = path_of[best["step"]]
     print(f"best by {metric}: {path}, {best[metric]:.3f}; every episode: {results}")
@@ -148,12 +167,12 @@ def count_episodes(options):
 
 
 def main(argv=None):
-    """Run the command line. Returns the exit status: 0, 1 if an environment failed, or 2 if
-    something was refused."""
+    """Run the command line. Returns the exit status: 0, 1 if an environment failed or a file cannot
+    be written, or 2 if something was refused."""
     options = tyro.cli(Options, args=argv)
     try:
         evaluate_series(options)
-    except (ver_ppo.UserError, ver_ppo.EnvironmentFailure) as error:
+    except (ver_ppo.UserError, ver_ppo.EnvironmentFailure, OSError) as error:
         print(f"series.py: {error}", file=sys.stderr)
         return 2 if isinstance(error, ver_ppo.UserError) else 1
     return 0

@@ -3,7 +3,7 @@
     python ver_ppo.py --env-id pointnav --extensions "trace(file=trace.json)"
 """
 
-import contextlib
+import io
 import json
 import os
 import time
@@ -12,52 +12,46 @@ from pathlib import Path
 import numpy as np
 
 import ver_ppo
+from notebooks.extensions import files
 
 MOST_BYTES = 10_000_000  # more than a viewer likes
 
 
 class Trace(ver_ppo.Run):
-    """Write each environment's steps, each inference batch with its size, and each learning phase.
-    With many ranks, rank 1 writes `FILE.1`, and so on."""
+    """Write each environment's steps, each inference batch with its size, and each learning phase,
+    with every checkpoint. With many ranks, rank 1 writes `FILE.1`, and so on. Without `file`, only
+    rank 0 writes: `trace.json` in the run folder."""
 
-    file: str = "trace.json"
-    trace = None  # opened at the first update, so a run without an update keeps an old file
+    file: str = ""
+    path = None
 
     def open_folder(self):
-        """As Run.open_folder. Refuses a file that cannot be written, or is not a trace."""
-        rank = os.environ.get("RANK", "0")
-        file = Path(self.file).absolute()  # an environment may change the current folder
-        self.path = file if rank == "0" else file.with_name(f"{file.name}.{rank}")
-        try:
-            if os.path.isfile(self.path) and not is_trace(self.path):
-                raise ver_ppo.UserError(f"trace: {self.path} exists, and is not a trace")
-            open(self.path, "a").close()
-        except OSError as error:
-            reason = f"{self.path} cannot be written ({error.strerror})"
-            raise ver_ppo.UserError(f"trace: {reason}") from None
+        """As Run.open_folder. Refuses a file that cannot be written."""
+        self.trace = io.StringIO()
+        if self.file:
+            rank = os.environ.get("RANK", "0")
+            # whole: an environment may change the current folder
+            file = Path(self.file).expanduser().resolve()
+            self.path = file if rank == "0" else file.with_name(f"{file.name}.{rank}")
+            other = self.path.exists() and not self.path.is_file()  # a folder or a device
+            if other or not os.access(self.path.parent, os.W_OK):
+                raise ver_ppo.UserError(f"trace: {self.path} cannot be written")
         super().open_folder()
+        if self.folder and not self.file:
+            self.path = self.folder / "trace.json"
 
     def log(self, rollout, logs):
-        """As Run.log, and add an update to the trace. Raises OSError if the disk is full."""
-        if not self.trace:
-            self.trace = open(self.path, "w")
-        if self.trace.tell() < MOST_BYTES:
+        """As Run.log, and add an update to the trace."""
+        if self.path and self.trace.tell() < MOST_BYTES:
             write_trace(self.trace, rollout.complete, self.learning_at)
         super().log(rollout, logs)
 
-    def close(self):
-        super().close()
-        if self.trace:
-            with contextlib.suppress(OSError):  # a full disk: said before
-                self.trace.write("\n]\n")
-                self.trace.close()
-
-
-def is_trace(path):
-    """Whether a file is empty or begins like a trace. (Its name may come from a stranger's
-    checkpoint, so no other file is overwritten.)"""
-    with open(path, errors="replace") as file:
-        return file.read(2) in ("", "[\n")
+    def save(self):
+        """As Run.save, and write the trace. A run without an update keeps an old file."""
+        written = super().save()
+        if self.trace.tell():
+            files.write_file(self.path, f"{self.trace.getvalue()}\n]\n".encode())
+        return written
 
 
 def write_trace(file, steps, learning_at):

@@ -4,6 +4,9 @@
         --extensions "transfer(file=runs/.../checkpoint.pt, freeze=True, reset=critic)"
 """
 
+import functools
+from pathlib import Path
+
 import ver_ppo
 
 RESETS = "nothing", "critic", "policy"
@@ -26,7 +29,7 @@ class Transfer(ver_ppo.Run):
         if not ver_ppo.resumed_checkpoint(self.options):
             if not self.file:
                 raise ver_ppo.UserError("transfer: give a checkpoint: transfer(file=FILE)")
-            start_from(self.policy, self.file, self.reset)
+            start_from(self.policy, Path(self.file).expanduser(), self.reset)
         super().restore()
         if self.freeze:
             for encoder in image_encoders(self.policy):
@@ -37,7 +40,12 @@ def freeze(encoder):
     """Stop an encoder from learning. It stays in evaluation mode even if its policy changes the
     mode, so its statistics do not change either."""
     encoder.requires_grad_(False).eval()
-    encoder.train = lambda mode=True: encoder
+    encoder.train = functools.partial(stay, encoder)  # a lambda could not go to another process
+
+
+def stay(encoder, mode=True):
+    """In place of `train`: keep the mode."""
+    return encoder
 
 
 def image_encoders(policy):
