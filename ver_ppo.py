@@ -2062,7 +2062,7 @@ class Run:
     def restore(self):
         """With --resume, continue from the checkpoint of that folder, if there is one. Raises
         UserError."""
-        path = checkpoint_path(self.options.resume or os.devnull)
+        path = checkpoint_path(self.options.resume)
         if not path.is_file():
             return
         saved = load_weights(self.policy, path, self.spec)
@@ -2451,7 +2451,7 @@ def write_checkpoint(content, path):
 def write_file(path, content):
     """Replace a file. After a power cut, the old one or the new one is there, whole. In a
     stranger's folder, a symbolic link leads nowhere. Raises OSError."""
-    temporary = path.with_suffix(".tmp")
+    temporary = path.with_name(f"{path.name}.tmp")
     if path.parent.is_symlink():
         raise OSError(f"{path.parent} is a symbolic link")
     temporary.unlink(missing_ok=True)
@@ -2513,8 +2513,9 @@ def load_moments(optimizer, saved, path):
 
 
 def checkpoint_path(run):
-    """The path of a run's checkpoint. `run` is its folder or the checkpoint file itself."""
-    path = Path(run).expanduser()
+    """The path of a run's checkpoint. `run` is its folder or the checkpoint file itself. (None
+    gives a path without a file.)"""
+    path = Path(run or os.devnull).expanduser()
     return path / "checkpoint.pt" if path.is_dir() else path
 
 

@@ -216,7 +216,7 @@ def test_links_in_a_strangers_folder(tmp_path):
     """A run writes new files and moves them: nothing that a link points to is changed."""
     folder = tmp_path / "run"
     folder.mkdir()
-    names = "options.json", "options.tmp", "checkpoint.tmp", "checkpoint.pt"
+    names = "options.json", "options.json.tmp", "checkpoint.pt.tmp", "checkpoint.pt"
     for name in names[:3]:
         (tmp_path / name).write_text("mine")
         (folder / name).symlink_to(tmp_path / name)

@@ -69,7 +69,7 @@ class NeuralController(ver_ppo.Policy):
         if not seen or len(seen) == len(self.encoders):
             needs = "images, and the observation `goal` of pointnav, Flee and Explore"
             raise ver_ppo.UserError(f"controller needs {needs}")
-        saved = ver_ppo.resumed_checkpoint(options) or options.checkpoint
+        saved = ver_ppo.checkpoint_path(options.resume).is_file() or options.checkpoint
         if not saved:  # else all weights come from there
             self.take_agent(file)
         learns = self.log_ent_coef.requires_grad

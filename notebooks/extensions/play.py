@@ -43,10 +43,16 @@ def load_policy(folder, trust=False):
 def load_saved(path, trust=False):
     """The Spec, the policy and the options of a checkpoint. As `load_policy`."""
     options = replace(saved_options(path, trust), device="cpu")
+    return *saved_policy(options, path), options
+
+
+def saved_policy(options, path):
+    """The Spec and the policy of a checkpoint, with the network that the options name. No
+    environment is made: the checkpoint holds the Spec. Raises UserError."""
     spec = ver_ppo.Spec(**ver_ppo.load_checkpoint(path)["spec"])
     policy = ver_ppo.make_policy(spec, options)
     ver_ppo.load_weights(policy, path, spec)
-    return spec, policy, options
+    return spec, policy
 
 
 class Skill:

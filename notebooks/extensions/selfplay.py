@@ -33,7 +33,7 @@ import gymnasium as gym
 import tyro
 
 import ver_ppo
-from notebooks.extensions import files, play
+from notebooks.extensions import play
 
 
 def snapshots(place):
@@ -53,7 +53,7 @@ def step_of(path):
 def load_snapshot(path, options):
     """Load the weights of a snapshot into the network that these options name, on the CPU. Whatever
     else the file says is not used, since a stranger may have written it."""
-    _, policy = ver_ppo.load_policy(replace(options, device="cpu"), path)
+    _, policy = play.saved_policy(replace(options, device="cpu"), path)
     return policy
 
 
@@ -120,7 +120,7 @@ class SelfPlay(ver_ppo.Run):
         """Write the present weights, as a checkpoint of this run that cannot be continued."""
         content = {"format": ver_ppo.CHECKPOINT_FORMAT, "policy": self.policy.state_dict()}
         content |= {"options": asdict(self.options), "spec": asdict(self.spec)}
-        files.write_checkpoint(content, self.place / f"{self.step}-{self.folder.name}.pt")
+        ver_ppo.write_checkpoint(content, self.place / f"{self.step}-{self.folder.name}.pt")
 
 
 @dataclass(frozen=True)

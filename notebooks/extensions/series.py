@@ -9,8 +9,8 @@
 `evaluate` evaluates during training, too, after each update that passes a multiple of 200,000
 steps: `--eval-episodes` episodes, the same each time. Training waits meanwhile. Then it continues
 with the random numbers that it would have without the evaluation. TensorBoard shows the means as
-eval/... The environments of training stay in memory, and those of the evaluation have the same
-numbers (`number` of ver_ppo.make_env).
+eval/... The environments of training stay in memory, and those of the evaluation have other numbers
+(`number` of ver_ppo.make_env).
 
 `keep` keeps every checkpoint, and this program evaluates them later.
 
@@ -35,8 +35,7 @@ import numpy as np
 import tyro
 
 import ver_ppo
-from notebooks.extensions import files
-from notebooks.extensions.play import saved_options
+from notebooks.extensions.play import saved_options, saved_policy
 
 USUAL = "spl", "success", "return"  # by which the best is chosen
 
@@ -50,7 +49,7 @@ class Keep(ver_ppo.Run):
             return False
         kept = self.folder / "checkpoints" / f"{self.step}.pt"
         kept.parent.mkdir(exist_ok=True)
-        files.write_file(kept, (self.folder / "checkpoint.pt").read_bytes())
+        ver_ppo.write_file(kept, (self.folder / "checkpoint.pt").read_bytes())
         return True
 
 
@@ -135,11 +134,11 @@ def evaluate_series(options):
     results.mkdir(exist_ok=True)
     rows = []
     for step, path in sorted(path_of.items()):
-        spec, policy = ver_ppo.load_policy(run_options, path)
+        spec, policy = saved_policy(run_options, path)
         print(f"step {step:,}: ", end="")
         episodes = io.BytesIO()
         means = ver_ppo.report_evaluation(policy, spec, run_options, episodes)
-        files.write_file(results / f"{step}.csv", episodes.getvalue())
+        ver_ppo.write_file(results / f"{step}.csv", episodes.getvalue())
         if means:  # at least one episode has ended
             rows.append({"step": step} | means)
     if not rows:
@@ -148,7 +147,7 @@ def evaluate_series(options):
     table = csv.DictWriter(text, rows[0])
     table.writeheader()
     table.writerows(rows)
-    files.write_file(results / "series.csv", text.getvalue().encode())
+    ver_ppo.write_file(results / "series.csv", text.getvalue().encode())
     best = max(rows, key=lambda row: row[metric])
     path = path_of[best["step"]]
     print(f"best by {metric}: {path}, {best[metric]:.3f}; every episode: {results}")

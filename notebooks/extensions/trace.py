@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 
 import ver_ppo
-from notebooks.extensions import files
 
 MOST_BYTES = 10_000_000  # more than a viewer likes
 
@@ -50,7 +49,7 @@ class Trace(ver_ppo.Run):
         """As Run.save, and write the trace. A run without an update keeps an old file."""
         written = super().save()
         if self.trace.tell():
-            files.write_file(self.path, f"{self.trace.getvalue()}\n]\n".encode())
+            ver_ppo.write_file(self.path, f"{self.trace.getvalue()}\n]\n".encode())
         return written
 
 

@@ -26,7 +26,7 @@ class Transfer(ver_ppo.Run):
     def restore(self):
         if self.reset not in RESETS:
             raise ver_ppo.UserError(f"transfer: reset={self.reset}: must be one of {RESETS}")
-        if not ver_ppo.resumed_checkpoint(self.options):
+        if not ver_ppo.checkpoint_path(self.options.resume).is_file():
             if not self.file:
                 raise ver_ppo.UserError("transfer: give a checkpoint: transfer(file=FILE)")
             start_from(self.policy, Path(self.file).expanduser(), self.reset)
