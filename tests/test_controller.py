@@ -133,10 +133,10 @@ def test_controller(tmp_path, capsys, monkeypatch):
         "give an agent's checkpoint",
     )
     monkeypatch.setenv("HOME", str(agent.parent))
-    line = f"{LINE} {FLEE} --policy controller(file=~/checkpoint.pt)"
-    for how in ("--extensions overlap", ""):
+    line = f"{LINE} {FLEE} --policy controller(file={agent})"
+    for how in ("--extensions overlap", "--policy controller(file=~/checkpoint.pt)"):
         lines = f"{line} {how} --learning-rate 1e-2 --ent-coef 1e-3 --total-timesteps 128"
-        run = run_here(tmp_path / f"two {how}", lines)
+        run = run_here(tmp_path / how.split()[0], lines)
         after = saved(run)["policy"]
         for name, tensor in before.items():
             assert torch.equal(tensor, after[name]), name
