@@ -279,7 +279,10 @@ class RankRun(ver_ppo.Run):
         self.predicted_sec = 0.0
         failure = None
         try:
-            if options.preemption != "none" and not self.preemptible:
+            # preemption needs the usual collector, in this process: it asks `look`
+            if options.preemption != "none" and not (
+                self.preemptible and self.collector_class is ver_ppo.Collector
+            ):
                 ver_ppo.refuse(
                     options,
                     "preemption",

@@ -2007,7 +2007,7 @@ class Run:
 
         start, stop        start and end the environments
         collector_class    the class that collects
-        preemptible        whether the collector asks `enough`, in this process
+        preemptible        whether the collector is in this process, where it can ask `look`
         enough             whether a rollout ends early
         collect            collects a rollout
         advantages         computes advantages, returns and weights; returns the steps to learn from

@@ -436,7 +436,7 @@ def test_critic_in_a_run(tmp_path):
     for name in ("critic_encoders.0.layers.0.weight", "critic_layer.weight", "critic.weight"):
         assert not torch.equal(policy.get_parameter(name), weights[name]), name
     assert weights["critic.scale"] > 1
-    for name in ("rollouts", "mean_C", "variance_C"):
+    for name in ("total_weight", "mean_C", "variance_C"):
         assert torch.equal(
             weights[f"critic_encoders.0.source.normalize.{name}"],
             weights[f"encoders.0.source.normalize.{name}"],

@@ -314,8 +314,12 @@ def test_a_run(tmp_path, capsys):
     assert first["step"] == first["version"] == 0
     assert first["spec"]["metrics"] == ["success", "spl", "distance_to_goal"]
     assert torch.equal(first["policy"]["critic.weight"], weights["critic.fc.weight"])
-    assert ver_ppo.main(["--checkpoint", str(folder), "--eval-episodes", "1"]) == 0
-    assert ver_ppo.main(["--resume", str(folder), "--eval-episodes", "0"]) == 0
+    repeated = ["--policy", first["options"]["policy"]]  # it is no bare word
+    for way in ("--checkpoint", "--resume"):
+        assert ver_ppo.main([way, str(folder)]) == 2
+        assert f"give --policy '{repeated[1]}'" in capsys.readouterr().err
+    assert ver_ppo.main(["--checkpoint", str(folder), *repeated, "--eval-episodes", "1"]) == 0
+    assert ver_ppo.main(["--resume", str(folder), *repeated, "--eval-episodes", "0"]) == 0
     last = saved(folder)
     assert last["step"] == 32 and last["options"]["policy"].startswith("from_habitat(rnn=LSTM")
     assert not torch.equal(last["policy"]["critic.weight"], weights["critic.fc.weight"])

@@ -543,7 +543,7 @@ def test_one_process_for_each_number(tmp_path, capsys):
         one_line(
             capsys,
             f"{LINE} --population {tmp_path}/p --member 1".split(),
-            "belongs to a member that has not ended",
+            "is in use by a run that has not ended",
             population.main,
         )
     assert member(tmp_path, 1, steps=64) == 0

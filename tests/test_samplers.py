@@ -201,8 +201,10 @@ def collecting(**changes):
     run_class = ver_ppo.extend(ver_ppo.Run, options)
     run = run_class.__new__(run_class)
     run.spec, run.policy = ver_ppo.build(options)
-    vars(run).update(options=options, device=torch.device("cpu"), enough=enough)
+    vars(run).update(options=options, device=torch.device("cpu"), look=enough)
     vars(run).update(step=400, version=5, signal=None, cleanup=contextlib.ExitStack())
+    size = options.rollout_steps, options.num_envs, run.policy.state_shape, run.device
+    run.rollout = ver_ppo.Rollout(run.spec, *size)
     torch.nn.init.normal_(run.policy.actor.weight)
     torch.nn.init.ones_(run.policy.critic.scale)  # otherwise all values are 0
     with run.cleanup:

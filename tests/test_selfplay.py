@@ -138,7 +138,8 @@ def test_snapshots(tmp_path):
     assert saved(folder)["options"]["wrappers"] == ()
     first = ver_ppo.load_checkpoint(paths[0])["policy"]
     assert not same(first, ver_ppo.load_checkpoint(paths[-1])["policy"])
-    args = ["--resume", str(folder), "--total-timesteps", "448"]
+    args = ["--resume", str(folder), "--total-timesteps", "448", "--extensions"]
+    args.append("selfplay(every=128, keep=2)")
     assert ver_ppo.main(args) == 0
     assert steps(place) == [0, 128, 256, 384]
     assert same(first, ver_ppo.load_checkpoint(paths[0])["policy"])

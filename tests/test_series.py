@@ -49,7 +49,7 @@ def test_every_episode_once(tmp_path, capsys):
     line = "--env-id tests.envs:Listed-v0 --num-workers 0 --total-timesteps 64 --num-envs 4"
     folder = run_here(tmp_path, line)
     args = [str(folder), "--eval-episodes", "all"]
-    one_line(capsys, args, "names code that is imported", series.main)
+    one_line(capsys, args, "names more than bare words", series.main)
     assert series.main([*args, "--trust"]) == 0
     rows = read_table(folder / "evaluation/64.csv")
     assert [float(row["index"]) for row in rows] == list(range(10))

@@ -71,7 +71,7 @@ class NeuralController(ver_ppo.Policy):
             raise ver_ppo.UserError(f"controller needs {needs}")
         saved = ver_ppo.checkpoint_path(options.resume).is_file() or options.checkpoint
         if not saved:  # else all weights come from there
-            self.take_agent(file)
+            self.take_agent(file, spec)
         learns = self.log_ent_coef.requires_grad
         self.requires_grad_(False)
         self.log_ent_coef.requires_grad_(learns)
@@ -86,12 +86,12 @@ class NeuralController(ver_ppo.Policy):
         self.encoders.eval()
         return self
 
-    def take_agent(self, file):
-        """Load the agent's weights. Raises UserError."""
+    def take_agent(self, file, spec):
+        """Load the agent's weights. Raises UserError if it belongs to another environment."""
         if not file:
             raise ver_ppo.UserError("controller: give an agent's checkpoint, controller(file=FILE)")
         own = self.log_ent_coef.detach().clone()
-        ver_ppo.load_weights(self, Path(file).expanduser())
+        ver_ppo.load_weights(self, Path(file).expanduser(), spec)
         self.log_ent_coef.data.copy_(own)
 
     @property

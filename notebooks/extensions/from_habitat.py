@@ -6,8 +6,11 @@ policy is the same network.
 
 reads the weights and the configuration from the file, makes a run folder at step 0, and prints it:
 
-    python ver_ppo.py --checkpoint FOLDER/checkpoint.pt --eval-episodes 994   evaluates
-    python ver_ppo.py --resume FOLDER                                         continues training
+    python ver_ppo.py --checkpoint FOLDER --eval-episodes 994   evaluates
+    python ver_ppo.py --resume FOLDER                           continues training
+
+Both refuse at first, since a checkpoint may name bare words only, and print the options to repeat:
+--policy and, for a task of your own, --env-kwargs.
 
 The policy acts as it did there: equal logits, means, deviations and values for equal observations.
 Sizes follow from the shapes of the weights. The task and the options in `TAKEN` follow from the

@@ -25,7 +25,9 @@ def saved_options(path, trust=False):
     saved = ver_ppo.load_checkpoint(path)["options"]
     known = {field.name for field in fields(ver_ppo.Options)}  # without those of ver_multigpu
     kept = {name: value for name, value in saved.items() if name in known}
-    options = ver_ppo.Options(**kept | {"device": "auto", "checkpoint": str(path), "resume": None})
+    # extensions change the training alone
+    fixed = {"device": "auto", "checkpoint": str(path), "resume": None, "extensions": ()}
+    options = ver_ppo.Options(**kept | fixed)
     try:
         ver_ppo.check_doors(options, options if trust else ver_ppo.Options(), path)
     except ver_ppo.UserError as error:

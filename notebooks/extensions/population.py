@@ -350,7 +350,8 @@ def join(options):
         options,
         runs_dir=str(folder),
         seed=ver_ppo.derive_seed(options.seed, options.member),
-        checkpoint_interval=options.evolve_interval,
+        # steps of one rank
+        checkpoint_interval=max(1, options.evolve_interval // int(os.environ.get("WORLD_SIZE", 1))),
     )
     if not newest:
         return options
