@@ -54,11 +54,6 @@ def test_ranks_of_a_machine_count_on(monkeypatch):
     assert seen == [19]
 
 
-def test_weights_of_few_steps():
-    """With fewer steps than environments, nothing was sampled too often."""
-    assert ver_ppo.importance_weights(np.array([0, 2, 5]), 16).tolist() == [1, 1, 1]
-
-
 def test_entropy_of_unequal_choices():
     """Its gradient is a number, however large its weight."""
     spec = make_spec(gym.spaces.Discrete(2), gym.spaces.MultiDiscrete([2, 5]))
