@@ -5,10 +5,11 @@ those that the quick tests notice.
     mutants.py --only bootstrap                       only faults with this word in their names
 
 Each fault (a *mutant*, of tests/mutations.py) is planted in a copy of this folder. It is *killed*
-if a quick test fails there, or if the tests take longer than --limit seconds. Otherwise it
-*survives*: either the tests have a hole, or the mutant changes nothing. The tests of a mutant's own
-mechanism run first, and all quick tests run if those pass. Tests that compare texts are left out,
-because any change of a line can make them fail: of test_docs.py, only the worked examples run.
+if a quick test fails there, or if the tests hang: if they take longer than --limit seconds, and
+than four times their usual time. Otherwise it *survives*: either the tests have a hole, or the
+mutant changes nothing. The tests of a mutant's own mechanism run first, and all quick tests run if
+those pass. Tests that compare texts are left out, because any change of a line can make them fail:
+of test_docs.py, only the worked examples run.
 
 Prints the survivors and the score. The result file also names the first test that failed for each
 killed mutant. The exit status is 1 if a mutant survives.
@@ -20,6 +21,7 @@ import re
 import shutil
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import harness
@@ -49,7 +51,7 @@ def first_failure(checkout, files, limit_sec):
         harness.execute(words, checkout, timeout_sec=limit_sec, PYTHONDONTWRITEBYTECODE="1")
     except RuntimeError as error:
         failed = re.search(r"^(?:FAILED|ERROR) ([\w.:]+)", str(error), re.M)
-        return failed[1] if failed else str(error).partition(": ")[2].splitlines()[0]
+        return failed[1] if failed else str(error).partition(": exit status ")[2].splitlines()[0]
     return None
 
 
@@ -80,9 +82,11 @@ def run_all(mutants, jobs, limit_sec):
         for job in range(jobs):
             copied = shutil.copytree(harness.ROOT, Path(folder, str(job)), ignore=LEFT_OUT)
             checkouts.put(Path(copied))
-        failed = first_failure(Path(folder, "0"), quick_files(), limit_sec)
+        began_at = time.monotonic()
+        failed = first_failure(Path(folder, "0"), quick_files(), 3600)
         if failed:
             sys.exit(f"mutants.py: without a mutant, the quick tests already fail: {failed}")
+        limit_sec = max(limit_sec, 4 * (time.monotonic() - began_at))
         calls = [functools.partial(killer, each, checkouts, limit_sec, bar) for each in mutants]
         return harness.together(calls, jobs)
 
