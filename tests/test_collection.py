@@ -44,42 +44,6 @@ def random_table(seed):
     return workers, num_envs, num_steps
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_random_speeds(seed):
-    """With any speeds, a rollout has exactly T x N steps, and all rollouts together have every step
-    once, in order."""
-    workers, num_envs, num_steps = random_table(seed)
-    _, rollout, c = build(workers, num_envs, num_steps, num_minibatches=1)
-    rollouts = []
-    for c.version in range(5):
-        c.collect(rollout)
-        assert rollout.rows == num_envs * num_steps
-        check_rollout(rollout, c.version)
-        rollouts.append(taken(rollout))
-    assert_nothing_is_lost(c, rollouts)
-
-
-@pytest.mark.parametrize("sampler", ["ver", "nover", "sync", "async"])
-@pytest.mark.parametrize("seed", range(5))
-def test_early_end(sampler, seed):
-    """`enough` ends a rollout before it is full. No step is missing, because the next rollout
-    continues from there."""
-    workers, num_envs, num_steps = random_table(seed)
-    policy, rollout, c = build(workers, num_envs, num_steps, sampler=sampler, num_minibatches=1)
-    rng = np.random.default_rng(seed)
-    rollouts = []
-    c.enough = lambda *_: rng.random() < 0.5 / num_envs / num_steps
-    for c.version in range(20):
-        c.collect(rollout)
-        if rollout.rows:
-            check_rollout(rollout, c.version, lag=20 * (sampler == "async"))
-        assert sampler != "sync" or rollout.rows % num_envs == 0  # still in lock-step
-        rollouts.append(taken(rollout))
-    sizes = {len(columns[0]) for columns in rollouts}
-    assert min(sizes) < max(sizes) == rollout.capacity
-    assert_nothing_is_lost(c, rollouts)
-
-
 def test_carry_over():
     """A step in flight at the end belongs to the next rollout, with the action, log-probability,
     value and version that it was sent with. The environments that had answered continue with the
@@ -94,6 +58,7 @@ def test_carry_over():
     state = c.pending.state[2].clone()
     with torch.no_grad():
         policy.critic.bias += 1.0  # the update
+        policy.actor.weight += torch.randn_like(policy.actor.weight)
     c.version = 1
     c.collect(rollout)
     (step,) = np.flatnonzero(rollout["env"] == 2)
@@ -198,6 +163,10 @@ def test_dynamic_batch():
     assert rollout.rows == 0 and workers.now == 2.0 and c.waited_sec == 0.0
     c.enough = lambda rows: False
     assert c.await_answers(5).tolist() == [4] and workers.now == 5.0
+    c.arrived.append(3)
+    workers.send(np.array([1]))
+    workers.now = 6.0
+    assert c.await_answers(5).tolist() == [3, 1]  # new answers join older ones
 
 
 def test_sync_waits_for_all():
@@ -212,6 +181,44 @@ def test_sync_waits_for_all():
     waiting = [(0.0, 0), (1.0, 0), (2.0, 0), (5.0, 0)]
     assert asked == [*waiting, (6.0, 5), (7.0, 10), (8.0, 15)]
     assert workers.now == 9.0 and rollout.rows == rollout.capacity
+    c.arrived += [2, 0, 4, 1, 3]
+    assert c.await_answers(20).tolist() == [0, 1, 2, 3, 4]  # the same order in every step
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_speeds(seed):
+    """With any speeds, a rollout has exactly T x N steps, and all rollouts together have every step
+    once, in order."""
+    workers, num_envs, num_steps = random_table(seed)
+    _, rollout, c = build(workers, num_envs, num_steps, num_minibatches=1)
+    rollouts = []
+    for c.version in range(5):
+        c.collect(rollout)
+        assert rollout.rows == num_envs * num_steps
+        check_rollout(rollout, c.version)
+        rollouts.append(taken(rollout))
+    assert_nothing_is_lost(c, rollouts)
+
+
+@pytest.mark.parametrize("sampler", ["ver", "nover", "sync", "async"])
+@pytest.mark.parametrize("seed", range(5))
+def test_early_end(sampler, seed):
+    """`enough` ends a rollout before it is full. No step is missing, because the next rollout
+    continues from there."""
+    workers, num_envs, num_steps = random_table(seed)
+    policy, rollout, c = build(workers, num_envs, num_steps, sampler=sampler, num_minibatches=1)
+    rng = np.random.default_rng(seed)
+    rollouts = []
+    c.enough = lambda *_: rng.random() < 0.5 / num_envs / num_steps
+    for c.version in range(20):
+        c.collect(rollout)
+        if rollout.rows:
+            check_rollout(rollout, c.version, lag=20 * (sampler == "async"))
+        assert sampler != "sync" or rollout.rows % num_envs == 0  # still in lock-step
+        rollouts.append(taken(rollout))
+    sizes = {len(columns[0]) for columns in rollouts}
+    assert min(sizes) < max(sizes) == rollout.capacity
+    assert_nothing_is_lost(c, rollouts)
 
 
 HAND_OVERS = [  # environments that have answered, environments, seconds, whether they are sent

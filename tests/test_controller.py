@@ -144,7 +144,7 @@ def test_controller(tmp_path, capsys, monkeypatch):
     capsys.readouterr()
     for change, words in {
         "--hidden-size 24": "belongs to another network",
-        "--env-kwargs simulator=builtin camera=rgb image_size=32": "rgb is uint8 (32, 32, 3), normal",
+        "--env-kwargs simulator=builtin camera=rgb image_size=32": "rgb is uint8 (32, 32, 3)",
         "--env-id CartPole-v1 --env-kwargs": "the observation `goal`",
         "--wrappers gymnasium.wrappers:FilterObservation(filter_keys=['goal'])": "needs images",
     }.items():

@@ -37,6 +37,7 @@ from notebooks.extensions import (
     wrappers,
 )
 from tests.helpers import ROOT
+from tests.mutations import MUTANTS
 
 pytestmark = pytest.mark.quick
 
@@ -207,6 +208,17 @@ def test_style():
     command = [sys.executable, "-m", "ruff", "check", "--no-cache", "--output-format", "concise"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_mutants():
+    """Every fault of benchmarks/mutants.py can be planted, and leaves code that Python can read."""
+    texts = {mutant.file: (ROOT / mutant.file).read_text() for mutant in MUTANTS}
+    assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS) >= 60
+    for mutant in MUTANTS:
+        before = texts[mutant.file].split("\n\n\n")  # functions and classes
+        after = mutant.plant(texts[mutant.file]).split("\n\n\n")
+        (changed,) = [part for part, old in zip(after, before, strict=True) if part != old]
+        compile(changed, mutant.name, "exec")
 
 
 def defined(source):

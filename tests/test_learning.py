@@ -150,6 +150,44 @@ def test_entropy_coefficient_is_not_clipped():
     assert norms[0] == norms[1] > 0 and weights[0] == weights[1]
 
 
+def test_minibatch_step():
+    """A step follows the gradient of the whole loss, averaged over two processes and then scaled
+    down to the largest norm. A gradient that is not finite moves no weight, and is counted."""
+    options = {"num_minibatches": 1, "max_grad_norm": 0.1}
+    policy, rollout, c = build(VirtualWorkers(2, lambda e, step: 1.0), 2, 8, **options)
+    policy.auxiliary_loss = lambda features_MF, core_MH, batch: core_MH.square().mean()
+    c.collect(rollout)
+    rollout["norm_advantage"][:] = rollout["weight"][:] = 1.0
+    batch = ver_ppo.make_batch(rollout, [np.arange(e, 16, 2) for e in range(2)]) | {"scale": 1.0}
+    weights = [weight for weight in policy.parameters() if weight.requires_grad]
+    optimizer = torch.optim.SGD(weights, lr=1.0)
+    step = lambda average: ver_ppo.minibatch_step(policy, optimizer, batch, c.options, average)
+    for _ in range(2):
+        others = [0.02 * torch.randn_like(weight) for weight in weights]
+        distribution, value_M, (_, core_MH) = ver_ppo.run_sequences(policy, batch)
+        loss, _ = ver_ppo.ppo_loss(distribution, value_M, batch, policy.log_ent_coef, c.options)
+        own = torch.autograd.grad(loss + core_MH.square().mean(), weights)
+        means = [(one + other) / 2 for one, other in zip(own, others)]
+        norm = math.sqrt(sum(mean.square().sum().item() for mean in means))
+        assert norm > 0.2
+        expected = [weight - 0.1 / norm * mean for weight, mean in zip(weights, means)]
+        logs = step(lambda mine: [one.add_(other).div_(2) for one, other in zip(mine, others)])
+        torch.testing.assert_close(weights, expected, rtol=0, atol=1e-6)
+        assert logs["losses/grad_norm"].item() == pytest.approx(norm, rel=1e-5)
+        assert logs["losses/skipped"] == 0
+    batch["norm_advantage"][3] = math.nan
+    before = [weight.detach().clone() for weight in weights]
+    assert step(lambda mine: None)["losses/skipped"] == 1
+    assert all(map(torch.equal, weights, before))
+
+
+def test_mean_logs():
+    """Of the mini-batches that were not skipped."""
+    logs = [(0.0, 2.0), (1.0, math.nan), (0.0, 3.0), (0.0, 4.0)]
+    logs = [{"losses/skipped": torch.tensor(a), "x": torch.tensor(b)} for a, b in logs]
+    assert ver_ppo.mean_logs(logs) == {"losses/skipped": 0.25, "x": 3.0}
+
+
 def test_epochs(monkeypatch):
     """Each epoch learns from every step once, in --num-minibatches mini-batches of equal size, in
     an order of its own; with --norm-adv from advantages of mean 0 and deviation 1."""

@@ -456,6 +456,34 @@ def test_preempted_rank(tmp_path, on_two, more):
         assert list(logged(folder, tag).values()) == values, tag
 
 
+# -------------------------------------------------------------------- Collectives, one of two ranks
+
+
+@pytest.mark.quick
+def test_average_and_agree(monkeypatch):
+    """An average is the mean over all ranks. Of several failures, all ranks raise the first."""
+    ranks = object.__new__(ver_multigpu.Ranks)
+    ranks.size = 2
+    monkeypatch.setattr(dist, "all_reduce", lambda flat: flat.add_(torch.arange(5.0)))
+    tensors = [torch.ones(2, 2), torch.full((1,), 3.0)]
+    ranks.average(tensors)
+    assert [tensor.tolist() for tensor in tensors] == [[[0.5, 1.0], [1.5, 2.0]], [3.5]]
+    ranks.gather = lambda failure: [None, OSError("of rank 1"), OSError("of rank 2")]
+    with pytest.raises(OSError, match="of rank 1"):
+        ranks.agree(None)
+
+
+@pytest.mark.quick
+def test_signal_to_another_rank(tmp_path):
+    """Its gradients say so, and this rank leaves the update with them."""
+    with rank_run(tmp_path) as run:
+        run.average([torch.ones(2)])  # no rank got one
+        run.ranks.average = lambda tensors: tensors[-1].fill_(0.5)
+        with pytest.raises(ver_ppo.Interrupted) as caught:
+            run.average([torch.ones(2)])
+    assert caught.value.args == (signal.SIGTERM,)
+
+
 # --------------------------------------------------------------------------------------- Preemption
 
 
@@ -480,6 +508,7 @@ def brute_force(step_sec_RN, num_steps, variable, learning_sec):
     return values.max(), dict(zip(steps_S.tolist(), high_S))
 
 
+@pytest.mark.quick
 def test_optimal_preemption():
     """Equation 1 against a search over every S, for random step times and learning times."""
     rng = np.random.default_rng(0)
@@ -503,6 +532,7 @@ def test_optimal_preemption():
     assert ver_multigpu.optimal_preemption(even, 8, True, 1.0) == (96, pytest.approx(0.4))
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("sampler", ["ver", "nover"])
 def test_preemption_in_hindsight(sampler):
     """Under a virtual clock, where a step can take many times as long as another. The decision is
@@ -517,6 +547,7 @@ def test_preemption_in_hindsight(sampler):
     assert all(one["rate"] <= one["hindsight"] for one in rates.values())
 
 
+@pytest.mark.quick
 def test_step_seconds():
     """By hand. The time counts until an environment has given its 4 steps, or until the rollout
     ends. It is at least the sum of the simulator's own step times. If an environment gave no step,
@@ -536,6 +567,7 @@ def test_step_seconds():
     assert found == pytest.approx([8 / 4, 14 / 3, 30])
 
 
+@pytest.mark.quick
 def test_recent_episodes_are_those_of_all_ranks(tmp_path, monkeypatch):
     """The last 100 episodes of an update come from all ranks, in proportion to how many each has
     finished."""
@@ -557,6 +589,7 @@ def test_recent_episodes_are_those_of_all_ranks(tmp_path, monkeypatch):
     assert [recent.count(rank) for rank in range(4)] == [75, 25, 0, 0]
 
 
+@pytest.mark.quick
 def test_reduce_logs():
     """Of the smallest values the smallest, of the largest the largest, of all others the mean."""
     one = {"ver/steps_per_env_min": 2, "ver/policy_lag_max": 1, "losses/entropy": 0.5}
@@ -565,6 +598,7 @@ def test_reduce_logs():
     assert ver_multigpu.reduce_logs([one, two]) == expected
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("sampler", ["ver", "nover", "sync"])
 def test_what_decides(tmp_path, monkeypatch, sampler):
     """All ranks decide by the step times of all, the mean learning time, and whether rollouts are
@@ -603,6 +637,7 @@ def test_what_decides(tmp_path, monkeypatch, sampler):
     assert (num_steps, variable, learning_sec) == (2, sampler == "ver", 2.0)
 
 
+@pytest.mark.quick
 def test_one_rank_is_not_preempted(tmp_path):
     """Nobody waits for it, however slow it is."""
     with rank_run(tmp_path) as run:
@@ -610,6 +645,18 @@ def test_one_rank_is_not_preempted(tmp_path):
         assert run.decide(np.ones((1, 32)), 1.0) == (ver_multigpu.NO_LIMIT, 0.0)
 
 
+@pytest.mark.quick
+def test_first_rollout_predicts_nothing(tmp_path):
+    """Its times include the start of the environments. Those of the second rollout predict."""
+    with rank_run(tmp_path) as run:
+        run.ranks.size = 2
+        step_sec_RN = np.array([[0.01] * 32, [1.0] * 32])
+        assert run.decide(step_sec_RN, 1.0) == (ver_multigpu.NO_LIMIT, 0.0)
+        run.step = 1
+        assert run.decide(step_sec_RN, 1.0) == (4136, pytest.approx(1.28))
+
+
+@pytest.mark.quick
 def test_threshold_preemption():
     """60 % of the ranks, rounded up; never none."""
     assert [ver_multigpu.threshold_preemption(n, 0.6) for n in (1, 2, 5, 8, 10)] == [1, 2, 3, 5, 6]
@@ -628,6 +675,7 @@ LIMITS = [
 ]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("how, limit, predicted_sec, others, too_few, rows", LIMITS)
 def test_enough(tmp_path, monkeypatch, how, limit, predicted_sec, others, too_few, rows):
     """When a rollout ends early. The other ranks have added `others` to the counter."""
@@ -649,8 +697,12 @@ def test_enough(tmp_path, monkeypatch, how, limit, predicted_sec, others, too_fe
         run.predicted_sec = predicted_sec
         run.counted = 3  # in the rollout before
         run.collect()
+        own = rows if how == "optimal" else 1  # all its steps, or that it is done
+        expected = others + own + (how == "none") * ver_multigpu.STOP
+        assert run.ranks.store.add("rollout 0", 0) == expected
 
 
+@pytest.mark.quick
 def test_waiting_is_not_learning(tmp_path, monkeypatch):
     """The learning time begins when all ranks have collected. It decides when rollouts end."""
     agreed_at = []
@@ -668,6 +720,7 @@ def content(rollout, step):
     return [column[step].tobytes() for column in columns]
 
 
+@pytest.mark.quick
 def test_fill_up(tmp_path, monkeypatch):
     """Whenever rollouts end, the rank learns from exactly S steps: all the new ones, and the newest
     of those that it learned from before. These keep their contents, advantages and returns. All are
@@ -952,6 +1005,7 @@ def test_cores_are_shared(monkeypatch):
     assert workers == max(1, cores // 2)
 
 
+@pytest.mark.quick
 def test_starts_after_early_deaths():
     """Some ranks die before all are there, and leave their keys in the store. All ranks of the next
     start agree on a name that is new. A rank that waits in vain raises an error."""

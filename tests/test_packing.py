@@ -19,16 +19,15 @@ def random_steps(seed, segments=5, steps=60):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_every_step_once(seed):
-    """Every step is in exactly one mini-batch, all mini-batches have the same size, and no sequence
-    crosses a border. Only cuts split sequences. Packing neither loses nor mixes steps."""
+    """Every step is in exactly one mini-batch. Their sizes differ by one step at most. No sequence
+    crosses a border, and only cuts split sequences. Packing neither loses nor mixes steps."""
     segment_S, first_S = random_steps(seed)
     sequences = ver_ppo.find_sequences(segment_S, first_S)
-    num_minibatches = [1, 2, 3, 4, 5, 6][seed % 6]
+    num_minibatches = [1, 2, 3, 4, 5, 6, 7, 59][seed % 8]
     sequences = [sequences[q] for q in np.random.default_rng(seed).permutation(len(sequences))]
     minibatches = ver_ppo.cut_minibatches(sequences, num_minibatches)
-    assert [sum(map(len, minibatch)) for minibatch in minibatches] == [
-        60 // num_minibatches
-    ] * num_minibatches
+    sizes = [sum(map(len, minibatch)) for minibatch in minibatches]
+    assert len(sizes) == num_minibatches and max(sizes) - min(sizes) == (60 % num_minibatches > 0)
     parts = [part.tolist() for minibatch in minibatches for part in minibatch]
     assert sum(parts, []) == np.concatenate(sequences).tolist()
     assert sorted(sum(parts, [])) == list(range(60))

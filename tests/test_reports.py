@@ -10,7 +10,7 @@ import torch
 
 import ver_multigpu
 import ver_ppo
-from notebooks.extensions import networks, play
+from notebooks.extensions import play
 from notebooks.extensions import wrappers as own_wrappers
 from notebooks.extensions.virtual_clock import SPEC
 from tests import envs
@@ -52,11 +52,6 @@ def test_ranks_of_a_machine_count_on(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "2")
     ver_ppo.make_env(ver_ppo.Options(env_id="Seen-v0", num_envs=8), number=3)
     assert seen == [19]
-
-
-def test_weights_of_few_steps():
-    """With fewer steps than environments, nothing was sampled too often."""
-    assert ver_ppo.importance_weights(np.array([0, 2, 5]), 16).tolist() == [1, 1, 1]
 
 
 def test_entropy_of_unequal_choices():
@@ -156,39 +151,6 @@ def test_which_resets_have_a_seed(monkeypatch):
 
 
 # --------------------------------------------------------------------------------- Observations
-
-
-def image_input(shape):
-    """A part of an observation that is an image, as an encoder reads it."""
-    space = gym.spaces.Dict(image=gym.spaces.Box(-1, 1, shape))
-    return ver_ppo.Input("image", make_spec(space, gym.spaces.Discrete(2)))
-
-
-def count_unseen(encoder, shape):
-    """How many numbers of an image do not reach an encoder's output."""
-    seen = torch.zeros(shape)
-    for _ in range(3):
-        image = torch.randn(2, *shape, requires_grad=True)
-        encoder({"image": image}).square().sum().backward()
-        seen += image.grad.abs().sum(0)
-    return int((seen == 0).sum())
-
-
-@pytest.mark.parametrize("channels", [1, 3])
-def test_every_pixel_is_seen(channels):
-    """By the small CNN: all heights from 3 to 130, and as many widths."""
-    for height in range(3, 131):
-        shape = height, 3 + 7 * height % 128, channels
-        encoder = ver_ppo.SmallCNN(image_input(shape), 32)
-        assert count_unseen(encoder, shape) == 0, shape
-
-
-@pytest.mark.parametrize("name", networks.BACKBONES)
-def test_every_pixel_is_seen_by_residual_encoders(name):
-    """Also where sides do not divide by the strides."""
-    for shape in [(64, 65, 1), (84, 84, 1), (100, 127, 1)]:
-        encoder = networks.ResNet(image_input(shape), 16, **networks.BACKBONES[name])
-        assert count_unseen(encoder, shape) == 0, shape
 
 
 def test_what_is_an_image():

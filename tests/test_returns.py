@@ -174,10 +174,11 @@ def test_vtrace_on_policy_is_gae():
 
 
 def test_returns_of_a_rollout():
-    """Without V-trace, a rollout gets GAE from the stored values, and importance weights. If it
-    ended early, only its first 60 steps get them."""
+    """Without V-trace, a rollout gets GAE from the stored values, and importance weights. Lost
+    steps get the weight 0. If it ended early, only its first 60 steps get them."""
     numbers = random_steps(4)
     _, rollout, options, _ = make_rollout(numbers, np.ones(80))
+    rollout["lost"][::7] = True
     rollout.rows = 60
     ver_ppo.add_advantages(rollout, options)
     numbers = {name: column[:60] for name, column in numbers.items()}
@@ -185,6 +186,7 @@ def test_returns_of_a_rollout():
     returns_S = rollout["advantage"][:60] + numbers["value_S"]
     np.testing.assert_array_equal(rollout["returns"][:60], returns_S)
     weight_S = ver_ppo.importance_weights(numbers["segment_S"], 4)
+    weight_S[::7] = 0.0
     np.testing.assert_array_equal(rollout["weight"][:60], weight_S)
     for name in ("advantage", "returns", "weight"):
         assert not rollout[name][60:].any(), name
@@ -202,3 +204,8 @@ def test_importance_weights(seed):
     assert weight_S.max() <= 1.0
     assert (ver_ppo.importance_weights(np.arange(100) % 5, 5) == 1).all()
     assert ver_ppo.importance_weights(np.zeros(100, int), 5)[0] == pytest.approx(1 / 5)
+
+
+def test_weights_of_few_steps():
+    """With fewer steps than environments, nothing was sampled too often."""
+    assert ver_ppo.importance_weights(np.array([0, 2, 5]), 16).tolist() == [1, 1, 1]

@@ -58,7 +58,9 @@ class VirtualWorkers:
             heapq.heappush(self.events, (self.now + took, e))
 
     def receive(self, timeout_sec):
-        if timeout_sec > 0 and self.events:
+        if timeout_sec > 0:
+            if not self.events:
+                raise RuntimeError("nobody will answer: no environment has an action")
             self.now = max(self.now, self.events[0][0])
         answered = []
         while self.events and self.events[0][0] <= self.now + 1e-9:
