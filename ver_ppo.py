@@ -876,10 +876,12 @@ class EnvironmentFailure(Exception):
 
 class Environment:
     """One environment and its row of EnvIO. Lives in a worker process; with --num-workers 0, in the
-    process that collects. `split`, train or val, chooses its seeds."""
+    process that collects. `split`, train or val, chooses its seeds. `offset` is added to the number
+    that the environment is told, if others with the same numbers live beside it."""
 
-    def __init__(self, number, options, split, spec, io):
+    def __init__(self, number, options, split, spec, io, offset=0):
         self.number = number
+        self.offset = offset
         self.options = options
         self.split = split
         self.spec = spec
@@ -934,7 +936,7 @@ class Environment:
             np.random.seed(seed)
             torch.manual_seed(seed)
         if starts:
-            self.env = make_env(self.options, self.split, e)
+            self.env = make_env(self.options, self.split, self.offset + e)
         observation, _ = self.env.reset(seed=seed)
         if starts:
             self.spec.compare(spec_of(self.env), "not like the first environment")
@@ -1212,9 +1214,11 @@ class InlineWorkers:
             environment.close()
 
 
-def make_workers(options, split, spec, io):
+def make_workers(options, split, spec, io, offset=0):
     """The environments of all rows of `io`, in worker processes or (--num-workers 0) here."""
-    environments = [Environment(e, options, split, spec, io) for e in range(len(io.records))]
+    environments = [
+        Environment(e, options, split, spec, io, offset) for e in range(len(io.records))
+    ]
     num_workers = min(count_workers(options, spec), len(environments))
     return Workers(environments, num_workers) if num_workers else InlineWorkers(environments)
 
@@ -1295,10 +1299,8 @@ def make_env(options, split="train", number=0, checked=False):
     these. Other environments differ in their seeds alone.
     """
     registered = load(options.env_id, "--env-id")
-    # Environments that live together on a machine never share a number, since simulators may derive
-    # a port from it: those of each rank, in training and in validation
-    group = 2 * int(os.environ.get("LOCAL_RANK", "0")) + (split == "val")
-    number += group * options.num_envs
+    # The ranks of a machine never share a number: simulators may derive a port from it
+    number += int(os.environ.get("LOCAL_RANK", "0")) * options.num_envs
     known = {"options": options, "split": split, "number": number}
     arguments = {name: value for name, value in known.items() if name in registered.kwargs}
     arguments |= read_arguments(options.env_kwargs)
@@ -2313,12 +2315,12 @@ class Run:
         write_checkpoint(content, self.folder / "checkpoint.pt")
         return True
 
-    def evaluate(self):
-        """Evaluate the policy."""
+    def evaluate(self, offset=0):
+        """Evaluate the policy, in environments with this offset of their numbers."""
         if self.signal:  # it came in the last update
             raise Interrupted(self.signal)
         if self.options.eval_episodes and self.writes:
-            means = report_evaluation(self.policy, self.spec, self.options)
+            means = report_evaluation(self.policy, self.spec, self.options, offset=offset)
             self.write_scalars({f"eval/{name}": mean for name, mean in means.items()})
 
     def close(self):
@@ -2357,7 +2359,7 @@ TIME_LIMIT_ADVICE = (
 
 
 @torch.inference_mode()
-def play_episodes(policy, spec, options):
+def play_episodes(policy, spec, options, offset=0):
     """Play --eval-episodes validation episodes. Returns their numbers, E x (return, length,
     metrics), with NaN for an episode that does not end; its environment plays no more.
 
@@ -2375,7 +2377,7 @@ def play_episodes(policy, spec, options):
     steps_N = np.zeros(num_envs, int)  # of the episode that each environment plays
     io = EnvIO(spec, num_envs)
     own_random_state = torch.random.fork_rng([device] if device.type == "cuda" else [])
-    workers = make_workers(options, "val", spec, io)
+    workers = make_workers(options, "val", spec, io, offset)
     bar = tqdm(total=options.eval_episodes, unit=" episodes", delay=20, leave=False)
     with own_random_state, contextlib.closing(workers), bar:
         torch.set_num_threads(1)  # as in training
@@ -2396,12 +2398,12 @@ def play_episodes(policy, spec, options):
     return found
 
 
-def report_evaluation(policy, spec, options, path=None):
+def report_evaluation(policy, spec, options, path=None, offset=0):
     """Evaluate, and print the mean +- standard error of every number. Returns the means by name, if
     any episode has ended. `path`: a CSV file for the numbers of each episode."""
     names = spec.episode_columns
     began_at = time.perf_counter()
-    found = play_episodes(policy, spec, options)
+    found = play_episodes(policy, spec, options, offset)
     sec = time.perf_counter() - began_at
     if path:
         np.savetxt(path, found, fmt="%.6g", delimiter=",", header=",".join(names), comments="")
@@ -2802,6 +2804,7 @@ LIMITS = {  # words in an error, and the limit of the machine that it stands for
     "MemoryError": "there is not enough memory",
     "Too many open files": "more open files are needed (ulimit -n)",
     "Resource temporarily unavailable": "no more processes can be started (ulimit -u)",
+    "can't start new thread": "no more processes can be started (ulimit -u)",
     "EOFError": "no more processes can be started (ulimit -u)",
     "AF_UNIX path too long": "the name of the folder for temporary files is too long (TMPDIR)",
 }

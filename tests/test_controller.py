@@ -151,8 +151,9 @@ def test_controller(tmp_path, capsys, monkeypatch):
         one_line(capsys, small(tmp_path / "none", *line.split(), *change.split()), words)
     assert not (tmp_path / "none").exists()
     agent.unlink()
-    assert ver_ppo.main(["--resume", str(run), *FLEE.split(), "--total-timesteps", "192"]) == 0
+    repeated = [*FLEE.split(), "--policy", saved(run)["options"]["policy"]]  # no bare words
+    assert ver_ppo.main(["--resume", str(run), *repeated, "--total-timesteps", "192"]) == 0
     assert saved(run)["step"] == 192
-    evaluation = ["--checkpoint", str(run), *FLEE.split(), "--eval-episodes", "2"]
+    evaluation = ["--checkpoint", str(run), *repeated, "--eval-episodes", "2"]
     assert ver_ppo.main(evaluation) == 0
     assert "evaluation, 2 sampled episodes" in capsys.readouterr().out

@@ -469,18 +469,20 @@ def test_environments_that_live_together(tmp_path):
     assert saved(folder)["version"] == 3
 
 
-def test_numbers_of_all_groups(monkeypatch):
-    """The training and the validation environments of four ranks: no number twice."""
-    numbers = []
-    ver_ppo.gym.register("Noted-v0", lambda number: numbers.append(number) or ver_ppo.gym.Env())
-    ver_ppo.gym.registry["Noted-v0"].kwargs["number"] = 0
-    options = ver_ppo.Options(env_id="Noted-v0", num_envs=3)
-    for rank in range(4):
-        monkeypatch.setenv("LOCAL_RANK", str(rank))
-        for split in ("train", "val"):
-            for number in range(3):
-                ver_ppo.make_env(options, split, number)
-    assert sorted(numbers) == list(range(24)) and numbers[:3] == [0, 1, 2]
+def test_numbers_beside_others(tmp_path, monkeypatch):
+    """An evaluation during training counts on behind all ranks of the machine. The last one, when
+    the training has ended, counts from 0."""
+    made = []
+    make_env = ver_ppo.make_env
+    note = lambda options, split="train", number=0, checked=False: made.append((split, number))
+    monkeypatch.setattr(
+        ver_ppo, "make_env", lambda *args, **more: (note(*args, **more), make_env(*args, **more))[1]
+    )
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    line = f"{PARTS} --num-workers 0 --total-timesteps 128 --extensions evaluate(every=64)"
+    run_here(tmp_path, line, "--eval-episodes", "2")
+    assert [number for split, number in made if split == "val"] == [8, 9, 0, 1]
+    assert [number for split, number in made if split == "train"][-4:] == [0, 1, 2, 3]
 
 
 class Asks(ver_ppo.Policy):

@@ -351,13 +351,13 @@ def test_shared_tables():
 
 @pytest.mark.parametrize("wait_sec", [0, 0.5])
 def test_collecting_process_dies(wait_sec):
-    """While the main process waits for a rollout, `enough` can end the waiting. The death of the
+    """While the main process waits for a rollout, `look` can end the waiting. The death of the
     collecting process ends the run with its exit code. (After half a second, the process has handed
     a rollout over, and waits.)"""
     with collecting(num_envs=4, num_steps=16, extensions=("overlap",)) as run:
-        run.collector.enough = lambda rows: True
+        run.collector.look = lambda rows: True
         assert run.collect().rows == 0
-        run.collector.enough = run.enough
+        run.collector.look = run.look
         assert run.collect().rows == 4 * 16
         time.sleep(wait_sec)
         (process,) = torch.multiprocessing.active_children()

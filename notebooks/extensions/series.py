@@ -24,6 +24,7 @@ evaluated.
 import contextlib
 import csv
 import io
+import os
 import random
 import sys
 import time
@@ -72,9 +73,11 @@ class Evaluate(ver_ppo.Run):
         at_end = self.step >= self.options.total_timesteps  # where `train` evaluates
         if self.step // self.every == before // self.every or at_end:
             return
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # on this machine
         signals = ver_ppo.caught_signals(self.interrupt)
         with signals, contextlib.suppress(ver_ppo.Interrupted), own_generators():
-            ver_ppo.Run.evaluate(self)  # that of RankRun ends the process group
+            # that of RankRun would end the process group
+            ver_ppo.Run.evaluate(self, offset=ranks * self.options.num_envs)
         self.lap_at = time.perf_counter()  # this was no part of the next cycle
 
     def interrupt(self, number, frame):
