@@ -231,6 +231,7 @@ WEIGHTS = {  # options and extensions of each variant
     "sync": ("--sampler sync", ""),
     "ver, authors' weights": ("", "parts:AuthorsWeights"),
 }
+IN_EVERY_SETTING = "ver", "ver, weight 1", "ver, mean weight 1"
 EXPECTED = {  # what the variants of a setting should show, written before the runs
     "hard 10 times as slow": "with weights, hard success is a little higher and easy a little "
     "lower than with weight 1; their mean does not differ by more than 0.03. With a mean weight of "
@@ -245,18 +246,18 @@ EXPECTED = {  # what the variants of a setting should show, written before the r
 
 
 def weights_runs(names):
-    """The runs of these tasks: (setting of a task, variant, command line)."""
+    """The runs of the weights study: (setting of a task, variant, command line). With names, of
+    these tasks, settings (`flats, drawn at each reset`) or variants of a setting alone."""
     runs = []
     for name, task in KINDS.items():
         for setting, kwargs in SETTINGS.items():
-            if names and name not in names and setting not in names:
-                continue
             words = "--env-kwargs" if kwargs and "--env-kwargs" not in task.arguments else ""
             own = task._replace(arguments=task.arguments.format(f"{words} {kwargs}"))
+            group = f"{name}, {setting}"
             for variant, (options, extension) in WEIGHTS.items():
-                if setting == MAIN or options == "" and "authors" not in variant:
-                    line = command(own, extension, options)
-                    runs.append((f"{name}, {setting}", variant, line))
+                wanted = not names or {name, group, f"{group}, {variant}"} & set(names)
+                if wanted and (setting == MAIN or variant in IN_EVERY_SETTING):
+                    runs.append((group, variant, command(own, extension, options)))
     return runs
 
 
