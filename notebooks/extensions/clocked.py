@@ -10,9 +10,10 @@ clock/minutes and clock/SPS. (charts/SPS and time/... stay real.) The environmen
 time, as with `latency`.
 
 Two runs with the same options give the same checkpoint, bit for bit, on the same machine. The
-durations of an environment's steps depend on its number and --seed alone, so all samplers meet the
-same ones. Not with `overlap` and `async`: they learn while they collect. With --resume, the clock
-begins at 0 again, and the durations are those of the run's beginning.
+durations of an environment's steps depend on its number and --seed alone. So all samplers meet the
+same ones, and they are those of `--wrappers "latency(mean_ms=20, spread=0.8, between=0.6)"`. Not
+with `overlap` and `async`: they learn while they collect. With --resume, the clock begins at 0
+again.
 """
 
 import contextlib
@@ -94,13 +95,16 @@ class ClockedWorkers(Clock):
         self.environments = environments
         self.spread = times.spread
         self.crashes = times.crashes
-        seed = environments[0].options.seed
-        self.rng_N = [np.random.default_rng([seed, each.number]) for each in environments]
-        mean_K = np.atleast_1d(times.mean_ms)
-        means = [mean_K[each.number % len(mean_K)] for each in environments]
+        self.rng_N = []
         self.own_ms_N = []  # each environment's mean
-        for rng, mean_ms in zip(self.rng_N, means):
-            self.own_ms_N.append(mean_ms * draw_factors(rng, times.between))
+        mean_K = np.atleast_1d(times.mean_ms)
+        for e, environment in enumerate(environments):
+            # as Latency draws, from the seed with which this environment has started
+            started = environment.io["episode"][e]
+            seed = ver_ppo.derive_seed(0, environment.options.seed, e, started)
+            rng = np.random.default_rng([seed, 1])
+            self.rng_N.append(rng)
+            self.own_ms_N.append(mean_K[e % len(mean_K)] * draw_factors(rng, times.between))
         self.took_N = np.zeros(len(environments))  # seconds of the step in flight
 
     def duration_of(self, e):

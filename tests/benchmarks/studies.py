@@ -284,7 +284,8 @@ def measure(args, name, runs):
         run["minutes"] = round(trained.last("clock/minutes"), 3)
         with kept:
             found.setdefault(group, {}).setdefault(variant, []).append(run)
-            harness.keep(args, name, found=found)
+            own = f"python tests/benchmarks/learn.py {name}"
+            harness.keep(args, name, command=own, found=found)
         print(f"{group}, {variant}, seed {seed}: {run['evaluation']}", flush=True)
 
     calls = []
