@@ -47,7 +47,7 @@ CUES = Task(
     "cues for 2 and for 10 steps",
     SUCCESS,
     "--env-id kinds:Cues-v0 {} "
-    f"{OF_SMALL} {EVEN} --num-steps 16 --gae-lambda 1 --total-timesteps 40000",
+    f"{OF_SMALL} {EVEN} --num-steps 16 --gae-lambda 1 --total-timesteps 60000",
     CLOCKED.format(20, 0.5, 0, 3, 0.05),
 )
 KINDS = {"flats": FLATS, "cues": CUES}
@@ -56,7 +56,7 @@ TASKS = {
         "recall over 10 steps, T = 16",
         RETURN,
         f"--env-id tests.envs:Cue-v0 {OF_SMALL} --num-steps 16 --gae-lambda 1"
-        " --total-timesteps 30000",
+        " --total-timesteps 60000",
     ),
     "pole": Task(
         "CartPole without velocities, T = 8",
