@@ -472,7 +472,7 @@ def parts_panels(panels, columns=4):
             if runs:
                 minutes_X, values_KX = over_minutes(runs, tag)
                 band(axis, minutes_X, values_KX, color, label, line)
-        axis.set_title(title, fontsize=9)
+        axis.set_title(title, fontsize=8)
         axis.set(xlabel="simulated minutes", ylabel=in_words(tag), xlim=(0, None), ylim=(0, None))
     axes_RC.flat[0].legend(frameon=False, fontsize=8)
     return figure

@@ -55,7 +55,8 @@ class Clocked(ver_ppo.Run):
         processes, which would run in real time."""
         for name in inspect.get_annotations(Clocked):
             value = getattr(self, name)
-            numbers = value if isinstance(value, tuple) else (value,)
+            several = name == "mean_ms" and isinstance(value, tuple)
+            numbers = value if several else (value,)
             if not numbers or not all(is_time(number) for number in numbers):
                 raise ver_ppo.UserError(f"clocked: {name}={value}: must be a number, 0 or more")
         if options.num_workers != 0 or isinstance(self, Overlap):

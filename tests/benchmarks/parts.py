@@ -65,19 +65,17 @@ class Recomputed(Run):
     """The log-probability of a carried step is that of the policy which learns, so its ratio is
     1."""
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def advantages(self, rollout):
-        with torch.inference_mode(False):
-            super().advantages(rollout)
+        super().advantages(rollout)
         steps = rollout.complete
         row_B = np.flatnonzero(steps["version"] < self.version)
         if len(row_B):
             there = torch.from_numpy(row_B)
             obs = {key: part[there] for key, part in rollout.obs.items()}
-            prev_action = torch.from_numpy(steps["prev_action"][row_B])
-            first = torch.from_numpy(steps["first"][row_B])
+            names = "prev_action", "first", "action"
+            prev_action, first, action = (torch.from_numpy(steps[name][row_B]) for name in names)
             distribution, _, _ = self.policy.step(obs, prev_action, first, rollout.state[there])
-            action = torch.from_numpy(steps["action"][row_B])
             steps["log_prob"][row_B] = distribution.log_prob(action)
         return rollout
 
@@ -125,17 +123,17 @@ class MovingCollector(Collector):
     observation, and its memory moves on."""
 
     def bootstrap_values(self):
-        env_N = np.arange(len(self.in_flight_N))
-        obs, prev_action_NA, first_N, state_N = self.observe(
-            env_N, self.io["obs"], self.io["first"]
-        )
+        io = self.io
+        pending = self.pending
         flying = torch.from_numpy(self.in_flight_N)
-        for key, part in obs.items():  # the row of a step in flight belongs to its worker
-            part[flying] = self.pending.obs[key][flying]
-        first_N = torch.where(flying, torch.from_numpy(self.pending["first"].copy()), first_N)
-        state_N = torch.where(flying[:, None, None], self.state_N, state_N)
-        _, value_N, after_N = self.policy.step(obs, prev_action_NA, first_N, state_N)
-        self.state_N[:] = after_N
+        env_N = np.arange(len(flying))
+        obs, prev_action_NA, first_N, state_N = self.observe(env_N, io["obs"], io["first"])
+        # the row of a step in flight belongs to its worker, but `pending` has the same observation
+        for key, part in obs.items():
+            part[flying] = pending.obs[key][flying]
+        first_N = torch.where(flying, torch.from_numpy(pending["first"].copy()), first_N)
+        state_N[flying] = self.state_N[flying]
+        _, value_N, self.state_N[:] = self.policy.step(obs, prev_action_NA, first_N, state_N)
         return value_N.numpy()
 
 

@@ -14,6 +14,7 @@ import functools
 import itertools
 import re
 import sys
+import textwrap
 
 import harness
 import learn
@@ -257,17 +258,23 @@ def parts_table(kept):
             what = [part.part, part.without, task.words, str(seeds)]
             rows.append([*what, *cells, times, expected])
     head = ["part", "without it", "task", "seeds", "evaluation", "training curve"]
-    return table([*head, "times as many minutes", "expected"], rows)
+    rows = table([*head, "times as many minutes", "expected"], rows)
+    return [*rows, "", measured_at(["parts"])]
 
 
 def weights_table(kept):
     """The success of all variants in all settings, in both kinds of environments, beside what was
     expected. Differences are those to `ver`."""
     rows = []
-    for group, variants in kept["found"].items():
-        expected = studies.EXPECTED[group.partition(", ")[2]]
+    for name, setting in itertools.product(studies.KINDS, studies.SETTINGS):
+        group = f"{name}, {setting}"
+        variants = kept["found"].get(group, {})
+        expected = studies.EXPECTED[setting]
         full = by_kind(variants.get("ver", []))
-        for variant, runs in variants.items():
+        for variant in studies.WEIGHTS:
+            if variant not in variants:
+                continue
+            runs = variants[variant]
             found = by_kind(runs)
             seeds = sorted(found.keys() & full.keys())
             pairs = np.array([found[seed] - full[seed] for seed in seeds])
@@ -280,7 +287,8 @@ def weights_table(kept):
             rows.append([group, variant, *own, expected])
             expected = ""
     head = ["environments", "", "seeds", "success", "in the easy kind", "in the hard kind"]
-    return table([*head, "difference", "mean weight", "minutes", "expected"], rows)
+    rows = table([*head, "difference", "mean weight", "minutes", "expected"], rows)
+    return [*rows, "", measured_at(["weights"])]
 
 
 def by_kind(runs):
@@ -527,7 +535,7 @@ def parts_figure(where):
         _, tag = studies.TASKS[name].measure
         runs = found.get(name, {})
         both = runs.get(studies.CRASHING if part.crashes else "full", []), runs.get(key, [])
-        panels[f"{part.part}:\n{part.without}"] = tag, both
+        panels[textwrap.fill(f"{part.part}: {part.without}", 40)] = tag, both
     return draw.parts_panels(panels)
 
 
