@@ -58,7 +58,7 @@ TASKS = {
         "recall over 10 steps, T = 16",
         RETURN,
         f"--env-id tests.envs:Cue-v0 {OF_SMALL} --num-steps 16 --gae-lambda 1"
-        " --total-timesteps 40000",
+        " --total-timesteps 60000",
     ),
     "pole": Task(
         "CartPole without velocities, T = 8",
