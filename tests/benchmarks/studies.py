@@ -49,7 +49,7 @@ CUES = Task(
     "cues for 2 and for 10 steps",
     SUCCESS,
     "--env-id kinds:Cues-v0 {} "
-    f"{OF_SMALL} {EVEN} --num-steps 16 --gae-lambda 1 --total-timesteps 40000",
+    f"{OF_SMALL} {EVEN} --num-steps 16 --gae-lambda 1 --total-timesteps 60000",
     CLOCKED.format(20, 0.5, 0, 1.5, 0.05),
 )
 KINDS = {"flats": FLATS, "cues": CUES}
