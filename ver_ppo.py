@@ -2546,6 +2546,7 @@ ALIASES = {
     "selfplay": "notebooks.extensions.selfplay:SelfPlay",
     "trace": "notebooks.extensions.trace:Trace",
     "check": "notebooks.extensions.check:Check",
+    "clocked": "notebooks.extensions.clocked:Clocked",
     "from_habitat": "notebooks.extensions.from_habitat:HabitatBaselines",
     "latency": "notebooks.extensions.wrappers:Latency",
     "action_delay": "notebooks.extensions.wrappers:ActionDelay",

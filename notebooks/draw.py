@@ -457,6 +457,39 @@ def minutes_curves(found, panels=MINUTES):
     return figure
 
 
+def parts_panels(panels, columns=4):
+    """Draw a training curve with and without each part of VER over simulated minutes. `panels`:
+    title -> tag of the curve, and the results of learn.py parts for each seed, with it and without
+    it."""
+    rows = -(-len(panels) // columns)
+    size = {"figsize": (3.1 * columns, 2.4 * rows), "squeeze": False}
+    figure, axes_RC = plt.subplots(rows, columns, **size, layout="constrained")
+    for axis in axes_RC.flat[len(panels) :]:
+        axis.axis("off")
+    for axis, (title, (tag, both)) in zip(axes_RC.flat, panels.items()):
+        labels = "full method", "without it"
+        for runs, color, line, label in zip(both, (BLUE, ORANGE), LINES, labels):
+            if runs:
+                minutes_X, values_KX = over_minutes(runs, tag)
+                band(axis, minutes_X, values_KX, color, label, line)
+        axis.set_title(title, fontsize=8)
+        axis.set(xlabel="simulated minutes", ylabel=in_words(tag), xlim=(0, None), ylim=(0, None))
+    axes_RC.flat[0].legend(frameon=False, fontsize=8)
+    return figure
+
+
+def over_minutes(runs, tag, points=60):
+    """A curve of all K seeds over simulated minutes, as far as all of them go: X minutes, K x X
+    values."""
+    minutes_X = np.linspace(0, min(run["minutes"] for run in runs), points)
+    values = []
+    for run in runs:
+        clock = run["curves"]["clock/minutes"]
+        steps, heights = run["curves"][tag]
+        values.append(np.interp(minutes_X, np.interp(steps, *clock), heights))
+    return minutes_X, np.stack(values)
+
+
 def transfer_curves(runs, tasks):
     """Draw the return over steps, with a panel for each task and a curve for each variant, as in
     figure 5 of the DD-PPO paper."""

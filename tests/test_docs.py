@@ -20,6 +20,7 @@ from notebooks.environments import duel, habitat, pointnav, rearrange, tasks
 from notebooks.extensions import (
     chain,
     check,
+    clocked,
     controller,
     graphs,
     inference,
@@ -46,8 +47,9 @@ DETAILS = (ROOT / "notebooks" / "DETAILS.md").read_text()
 # "`name`", path and line of each link to a function, a class or a test
 LINKS = re.findall(r"\[`([\w.]+)`\]\(([\w/.]+\.py)#L(\d+)\)", DETAILS)
 ENVIRONMENTS = [duel, habitat, pointnav, rearrange, tasks]
-EXTENSIONS = [chain, check, controller, graphs, inference, networks, overlap, play, population]
-EXTENSIONS += [series, selfplay, trace, transfer, timeline, virtual_clock, virtual_ranks, wrappers]
+EXTENSIONS = [chain, check, clocked, controller, graphs, inference, networks, overlap, play]
+EXTENSIONS += [population, series, selfplay, trace, transfer, timeline, virtual_clock]
+EXTENSIONS += [virtual_ranks, wrappers]
 BESIDE = [draw, *ENVIRONMENTS, *EXTENSIONS]  # the scripts
 MODULES = pytest.mark.parametrize(
     "module", [ver_ppo, ver_multigpu, *BESIDE], ids=lambda module: module.__name__

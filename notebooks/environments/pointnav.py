@@ -234,7 +234,7 @@ class PointNav(Body, gym.Env):
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
         rng = self.np_random
-        self.plan = floor_plan(self.split, int(rng.integers(NUM_PLANS[self.split])))
+        self.plan = floor_plan(self.split, self.draw_plan())
         self.geodesic = np.inf
         while not 1.0 <= self.geodesic < np.inf:
             points_P2 = rng.uniform(0, self.plan.size, (64, 2))
@@ -244,6 +244,10 @@ class PointNav(Body, gym.Env):
         self.start_geodesic = self.geodesic
         self.steps = 0
         return self.observe(), {}
+
+    def draw_plan(self):
+        """Draw the number of the next episode's floor plan."""
+        return int(self.np_random.integers(NUM_PLANS[self.split]))
 
     def step(self, action):
         self.steps += 1

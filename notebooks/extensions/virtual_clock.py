@@ -12,16 +12,51 @@ from notebooks.extensions.overlap import Trajectories
 SPEC = ver_ppo.Spec({"obs": ("float32", (4,), True)}, choices=[3], action_dims=1, metrics=[])
 
 
+def draw_factors(rng, sigma, shape=None):
+    """Draw log-normal factors of mean 1."""
+    return rng.lognormal(-(sigma**2) / 2, sigma, shape)
+
+
 def step_times(num_envs, sigma_env, sigma_step, seed=9, num_steps=4000):
     """Seconds of each environment's steps: log-normal with mean 1, with these spreads between and
     within environments. N x `num_steps`."""
     rng = np.random.default_rng(seed)
-    slow_N1 = rng.lognormal(-(sigma_env**2) / 2, sigma_env, (num_envs, 1))
-    return slow_N1 * rng.lognormal(-(sigma_step**2) / 2, sigma_step, (num_envs, num_steps))
+    slow_N1 = draw_factors(rng, sigma_env, (num_envs, 1))
+    return slow_N1 * draw_factors(rng, sigma_step, (num_envs, num_steps))
 
 
-class VirtualWorkers:
-    """Workers with the interface of ver_ppo.Workers.
+class Clock:
+    """The interface of ver_ppo.Workers in simulated time: answers arrive in the order in which
+    steps end. `now` is the time in seconds. A batch of actions takes `inference_sec`.
+
+    A subclass says how long a step takes (`duration_of`), and writes the answer (`answer`).
+    """
+
+    def __init__(self, inference_sec=0.0):
+        self.inference_sec = inference_sec
+        self.now = 0.0
+        self.events = []  # heap of future answers: (when, environment)
+
+    def send(self, env_B):
+        self.now += self.inference_sec
+        for e in env_B.tolist():
+            heapq.heappush(self.events, (self.now + self.duration_of(e), e))
+
+    def receive(self, timeout_sec):
+        if timeout_sec > 0:
+            if not self.events:
+                raise RuntimeError("nobody will answer: no environment has an action")
+            self.now = max(self.now, self.events[0][0])
+        answered = []
+        while self.events and self.events[0][0] <= self.now + 1e-9:
+            _, e = heapq.heappop(self.events)
+            answered.append(e)
+            self.answer(e)
+        return answered
+
+
+class VirtualWorkers(Clock):
+    """Workers with invented environments.
 
     duration(e, step)    seconds of a step of environment e; step -1 is its start
     ending(e, step)      "terminated", "truncated", "lost" or None
@@ -37,36 +72,24 @@ class VirtualWorkers:
         inference_sec=0.0,
         start_sec=lambda e: 0.0,
     ):
+        super().__init__(inference_sec)
         self.io = ver_ppo.EnvIO(SPEC, num_envs)
         self.duration = duration
         self.ending = ending
-        self.inference_sec = inference_sec
-        self.now = 0.0
         self.steps_N = [-1] * num_envs  # each environment's next step
         self.received = []
         self.before_acting = lambda: None  # called when time has passed
         self.spans = []  # (environment, begin, seconds) of each step
-        self.events = []  # heap of future answers: (when, environment)
         for e in range(num_envs):
             heapq.heappush(self.events, (start_sec(e), e))
 
-    def send(self, env_B):
-        self.now += self.inference_sec
-        for e in env_B.tolist():
-            took = self.duration(e, self.steps_N[e])
-            self.spans.append((e, self.now, took))
-            heapq.heappush(self.events, (self.now + took, e))
+    def duration_of(self, e):
+        took = self.duration(e, self.steps_N[e])
+        self.spans.append((e, self.now, took))
+        return took
 
     def receive(self, timeout_sec):
-        if timeout_sec > 0:
-            if not self.events:
-                raise RuntimeError("nobody will answer: no environment has an action")
-            self.now = max(self.now, self.events[0][0])
-        answered = []
-        while self.events and self.events[0][0] <= self.now + 1e-9:
-            _, e = heapq.heappop(self.events)
-            answered.append(e)
-            self.answer(e)
+        answered = super().receive(timeout_sec)
         self.received += answered
         self.before_acting()
         return answered

@@ -26,6 +26,7 @@ import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
 import numpy as np
@@ -112,8 +113,9 @@ def together(calls, at_once):
 
 
 def apart(function, *arguments):
-    """Call a benchmark's function in a fresh process, and return its result."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+    """Call a benchmark's function in a fresh process, and return its result. The process is a copy
+    of a server that has imported the benchmark, so it starts at once."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("forkserver")) as pool:
         return pool.submit(function, *arguments).result()
 
 
@@ -202,6 +204,20 @@ def train(arguments, runs_dir=None, ranks=0, script=None, **how):
         seconds = time.perf_counter() - began_at
         (folder,) = (path for path in runs_dir.iterdir() if path.is_dir())
         return Trained(folder, said, seconds)
+
+
+def train_here(arguments):
+    """As `train`, in this process. No file is left."""
+    said = StringIO()
+    with tempfile.TemporaryDirectory() as runs_dir:
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            began_at = time.perf_counter()
+            status = ver_ppo.main([*shlex.split(arguments), "--runs-dir", runs_dir])
+            seconds = time.perf_counter() - began_at
+        if status:
+            raise RuntimeError(f"{arguments}: exit status {status}\n{said.getvalue()[-3000:]}")
+        (folder,) = Path(runs_dir).iterdir()
+        return Trained(folder, said.getvalue(), seconds)
 
 
 def train_once(arguments, place, **how):

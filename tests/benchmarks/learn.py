@@ -15,9 +15,14 @@
                                                   30 minutes
     learn.py duels --folder F                     games won against earlier copies of oneself
                                                   (Sample Factory section 4.3); ten minutes
+    learn.py parts [TASK ...]                     what each part of VER is worth: five seeds
+                                                  without it; five hours on one core
+    learn.py weights [TASK or SETTING ...]        what the importance weights are worth where
+                                                  environments differ; ten seeds
 
 FILE is the checkpoint.pt of a run of `pointnav`. Runs in --folder are not repeated, nor are runs of
-minutes and transfer that are in the results. Every run is a training by its command line.
+minutes, transfer, parts and weights that are in the results. Every run is a training by its command
+line.
 
 tasks, published    Keeps the evaluations and the curves. Some tasks need
                     `pip install "gymnasium[box2d,mujoco]" minigrid popgym`.
@@ -25,6 +30,8 @@ minutes             PointNav with steps that also sleep, 20 ms on average, and d
                     as uneven as the paper's simulators, and more uneven. A run ends when 90 of the
                     last 100 training episodes succeed. Keeps their success and SPL, and the mean
                     importance weight, after each update. Use an otherwise idle machine.
+parts, weights      In simulated time: the load of the machine does not matter. studies.py has the
+                    tasks, and what was expected; parts.py has the variants.
 populations         Each trial draws four learning rates. The members of a population begin with
                     them, and so do four single runs. Eight seeds have the tuned rate. The best of
                     four is the run with the best last hundred training episodes.
@@ -40,6 +47,7 @@ from typing import NamedTuple
 
 import harness
 import numpy as np
+import studies
 from harness import ver_ppo
 
 from notebooks import draw
@@ -443,6 +451,19 @@ def duels(args):
     harness.keep(args, "duels", found=found, episodes=args.episodes)
 
 
+# ----------------------------------------------------------------------------- Parts and weights
+
+
+def parts(args):
+    """Train without each part, and with all."""
+    studies.measure(args, "parts", studies.parts_runs(args.names or studies.TASKS))
+
+
+def weights(args):
+    """Train with other weights."""
+    studies.measure(args, "weights", studies.weights_runs(args.names))
+
+
 BENCHMARKS = {
     "tasks": lambda args: learn_tasks(args, TASKS),
     "published": lambda args: learn_tasks(args, PUBLISHED),
@@ -452,13 +473,16 @@ BENCHMARKS = {
     "skills": skills,
     "populations": populations,
     "duels": duels,
+    "parts": parts,
+    "weights": weights,
 }
 
 if __name__ == "__main__":
     parser = harness.command_line(__doc__)
     parser.add_argument("what", choices=BENCHMARKS)
-    parser.add_argument("names", nargs="*", help="tasks, published: of these alone")
-    parser.add_argument("--seeds", type=int, nargs="+", help="1 2 3; minutes, starts: 1 to 5")
+    parser.add_argument("names", nargs="*", help="tasks, published, parts, weights: of these alone")
+    seeds = "1 2 3; minutes, starts, parts: 1 to 5; weights: 1 to 10"
+    parser.add_argument("--seeds", type=int, nargs="+", help=seeds)
     how = {"choices": harness.SAMPLERS, "default": harness.COMPARED}
     parser.add_argument("--samplers", nargs="+", **how)
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
@@ -476,6 +500,6 @@ if __name__ == "__main__":
         if not args.checkpoint:
             parser.error("give --checkpoint")
         args.checkpoint = args.checkpoint.resolve()
-    five = args.what in ("minutes", "starts")
-    args.seeds = args.seeds or ([1, 2, 3, 4, 5] if five else [1, 2, 3])
+    count = {"minutes": 5, "starts": 5, "parts": 5, "weights": 10}.get(args.what, 3)
+    args.seeds = args.seeds or list(range(1, count + 1))
     BENCHMARKS[args.what](args)

@@ -11,6 +11,8 @@ idle machine.
                                           `parts`; ten minutes
     speed.py workers                      the choice of --num-workers auto, beside other numbers;
                                           five minutes
+    speed.py clocked                      simulated time (`--extensions clocked`) beside real time,
+                                          with the same durations of steps; ten minutes
     speed.py habitat --data FOLDER        beside habitat-baselines' own VER trainer, on one scene;
                                           half an hour
     speed.py versions --variant "FOLDER ARGUMENTS" --variant ...
@@ -31,6 +33,9 @@ d  CartPole-v1, with --num-workers 0, which suits cheap environments, and with w
 sleep 50 ms a step on average, as the wrapper `latency` says. For five seeds and each pair of
 spreads, the rates are computed: the shipped collector runs under a virtual clock, where only sleeps
 take time. For two seeds and three pairs, CartPole also runs with the same sleeps.
+
+`clocked` trains CartPole with 32 environments whose steps sleep, and again in simulated time, where
+inference and learning cost what they have cost in the real run.
 
 `habitat` needs habitat-baselines in this Python. FOLDER has datasets/pointnav/SCENE/v1 and
 scene_datasets. There are 4 environments, 128 x 128 depth, T = 32 and a hidden size of 512. The
@@ -338,6 +343,35 @@ def versions(args):
     harness.by_turns(variants, args.rounds)
 
 
+# --------------------------------------------------------------------------------- Simulated time
+
+UNEVEN_MS = "mean_ms=20, spread=0.8, between=0.6"
+OF_CLOCKED = "--env-id CartPole-v1 --num-envs 32 --num-steps 32 --hidden-size 64"
+OF_CLOCKED += " --learning-rate 1e-6 --eval-episodes 0 --learner-threads 1"
+
+
+def clocked(args):
+    """Compare the steps per second of real and of simulated runs of each sampler and seed."""
+    found = {sampler: [] for sampler in COMPARED}
+    for seed, sampler in itertools.product(range(1, args.rounds + 1), COMPARED):
+        line = f"{OF_CLOCKED} --sampler {sampler} --seed {seed}"
+        line += f" --total-timesteps {args.rollouts * 1024}"
+        real = harness.train(f"{line} --num-workers 32 --wrappers 'latency({UNEVEN_MS})'")
+        inference_sec = real.mean("time/inference_share") * real.mean("time/cycle_sec")
+        batches = 1024 / real.mean("ver/batch_size")
+        costs = {"batch_ms": round(1000 * inference_sec / batches, 3)}
+        costs["learn_sec"] = round(real.mean("time/learning_sec"), 4)
+        words = ", ".join(f"{name}={value}" for name, value in costs.items())
+        extension = f"--extensions 'clocked({UNEVEN_MS}, {words})'"
+        simulated = harness.train(f"{line} --num-workers 0 {extension}")
+        steps, minutes, _ = simulated.curves["clock/minutes"][:, harness.WARM_UP - 1 :]
+        sps = (steps[-1] - steps[0]) / (60 * (minutes[-1] - minutes[0]))
+        rates = {"real": round(real.rate(), 1), "simulated": round(float(sps), 1)}
+        found[sampler].append({"seed": seed, **rates, **costs})
+        print(f"{sampler}: {found[sampler][-1]}", flush=True)
+    harness.keep(args, "clocked", found=found)
+
+
 # --------------------------------------------------------------------------------------- Habitat
 
 SENSORS = "habitat.simulator.agents.main_agent.sim_sensors"
@@ -407,6 +441,7 @@ BENCHMARKS = {
     "parts": parts,
     "inference": inference,
     "workers": workers,
+    "clocked": clocked,
     "habitat": habitat,
     "versions": versions,
 }

@@ -5,6 +5,7 @@ that none of these figures is typed. Takes seconds.
                                        <!-- end of results -->, and the line numbers in links to
                                        functions; draws the pictures
     tables.py --check                  writes nothing, and tells whether the tables are up to date
+    tables.py show NAME                prints one table: parts, weights, minutes, ...
     tables.py film RUN_FOLDER          draws agent.gif, with a trained PointNav agent
 """
 
@@ -13,6 +14,7 @@ import functools
 import itertools
 import re
 import sys
+import textwrap
 
 import harness
 import learn
@@ -20,6 +22,7 @@ import matplotlib
 import matplotlib.pyplot as plt
 import numpy as np
 import speed
+import studies
 from harness import ROOT, SAMPLERS, spread, ver_ppo
 from PIL import Image
 
@@ -200,6 +203,103 @@ def duels_table(duels):
     return table(["seed", *(f"{25 * quarter} %" for quarter in range(4))], rows)
 
 
+# --------------------------------------------------------------------------------- Parts, weights
+
+
+def numbers_of(runs, task):
+    """The results of these runs, by seed: the evaluation, the mean of the training curve, and the
+    simulated minutes."""
+    name, tag = task.measure
+    found = {}
+    for run in runs:
+        steps, values = run["curves"][tag]
+        mean = np.trapezoid(values, steps) / (steps[-1] - steps[0])
+        found[run["seed"]] = np.array([run["evaluation"][name][0], mean, run["minutes"]])
+    return found
+
+
+def with_error(values, digits=2, sign=""):
+    """Mean and standard error of numbers, as text."""
+    words = f"{np.mean(values):{sign}.{digits}f}"
+    if len(values) > 1:
+        words += f" ± {np.std(values, ddof=1) / len(values) ** 0.5:.{digits}f}"
+    return words.replace("-", "−")
+
+
+def compared(full, without, digits):
+    """Two cells and the number of seeds: the evaluation and the training curve, full and without,
+    with their difference. Only seeds count that both have, because the differences of the same seed
+    vary less."""
+    seeds = sorted(full.keys() & without.keys())
+    cells = []
+    for index in range(2):
+        pairs = np.array([[full[seed][index], without[seed][index]] for seed in seeds])
+        before, after = pairs.mean(axis=0)
+        difference = with_error(pairs[:, 1] - pairs[:, 0], digits, "+")
+        cells.append(f"{before:.{digits}f} → {after:.{digits}f} ({difference})")
+    return cells, len(seeds)
+
+
+def parts_table(kept):
+    """What the full method and the method without each part have learned, in both tasks, beside
+    what was expected."""
+    rows = []
+    for key, part in studies.PARTS.items():
+        for name, expected in zip((part.small, "pointnav"), part.expected):
+            runs = kept["found"].get(name, {})
+            full = studies.CRASHING if part.crashes else "full"
+            if full not in runs or key not in runs:
+                continue
+            task = studies.TASKS[name]
+            both = [numbers_of(runs[variant], task) for variant in (full, key)]
+            cells, seeds = compared(*both, 0 if name == "pole" else 3)
+            minutes = [np.mean([found[seed][2] for seed in found]) for found in both]
+            times = f"{minutes[1] / minutes[0]:.2f}"
+            what = [part.part, part.without, task.words, str(seeds)]
+            rows.append([*what, *cells, times, expected])
+    head = ["part", "without it", "task", "seeds", "evaluation", "training curve"]
+    rows = table([*head, "times as many minutes", "expected"], rows)
+    return [*rows, "", measured_at(["parts"])]
+
+
+def weights_table(kept):
+    """The success of all variants in all settings, in both kinds of environments, beside what was
+    expected. Differences are those to `ver`."""
+    rows = []
+    for name, setting in itertools.product(studies.KINDS, studies.SETTINGS):
+        group = f"{name}, {setting}"
+        variants = kept["found"].get(group, {})
+        expected = studies.EXPECTED[setting]
+        full = by_kind(variants.get("ver", []))
+        for variant in studies.WEIGHTS:
+            if variant not in variants:
+                continue
+            runs = variants[variant]
+            found = by_kind(runs)
+            seeds = sorted(found.keys() & full.keys())
+            pairs = np.array([found[seed] - full[seed] for seed in seeds])
+            numbers = np.array([*found.values()])
+            cells = [with_error(numbers[:, index]) for index in range(3)]
+            differs = with_error(pairs[:, 0], 3, "+") if seeds and variant != "ver" else ""
+            weight = np.mean([np.mean(run["curves"]["ver/importance_weight"][1]) for run in runs])
+            minutes = np.mean([run["minutes"] for run in runs])
+            own = [str(len(runs)), *cells, differs, f"{weight:.2f}", f"{minutes:.1f}"]
+            rows.append([group, variant, *own, expected])
+            expected = ""
+    head = ["environments", "", "seeds", "success", "in the easy kind", "in the hard kind"]
+    rows = table([*head, "difference", "mean weight", "minutes", "expected"], rows)
+    return [*rows, "", measured_at(["weights"])]
+
+
+def by_kind(runs):
+    """Success of the evaluation by seed: of all episodes, and of each kind."""
+    found = {}
+    for run in runs:
+        success, easy, hard = (run["evaluation"][name][0] for name in ("success", "easy", "hard"))
+        found[run["seed"]] = np.array([success, 2 * easy, 2 * hard])
+    return found
+
+
 # ------------------------------------------------------------------------------------------ Speed
 
 
@@ -340,6 +440,10 @@ OF_FILES = {  # name: what makes the table, of which files
     "gpu": (gpu_table, "gpu"),
     "uneven": (uneven_table, "uneven"),
 }
+STUDIES = {  # the same; no page has a place for them yet
+    "parts": (parts_table, "parts"),
+    "weights": (weights_table, "weights"),
+}
 LEARNED = {
     "learned": readme_table,
     "learned-more": lambda: tasks_table([task for task in learn.TASKS if task not in IN_README]),
@@ -350,7 +454,7 @@ LEARNED = {
 
 def make_table(name):
     """The text of a table, by its name."""
-    lines = LEARNED[name]() if name in LEARNED else with_footer(*OF_FILES[name])
+    lines = LEARNED[name]() if name in LEARNED else with_footer(*(OF_FILES | STUDIES)[name])
     return "\n".join(lines) + "\n"
 
 
@@ -415,9 +519,24 @@ def draw_pictures():
         "chain": draw.chain_and_distance(draw.load_result("rearrange")),
         "minutes": draw.minutes_curves(draw.load_result("minutes")["found"]),
         "population": draw.evolution(decisions),
+        "parts": parts_figure("small"),
+        "parts-pointnav": parts_figure("pointnav"),
     }
     for name, figure in figures.items():
         figure.savefig(PICTURES / f"{name}.png", dpi=90)
+
+
+def parts_figure(where):
+    """Draw the training with and without each part, in its small task or in PointNav."""
+    found = draw.load_result("parts")["found"]
+    panels = {}
+    for key, part in studies.PARTS.items():
+        name = part.small if where == "small" else where
+        _, tag = studies.TASKS[name].measure
+        runs = found.get(name, {})
+        both = runs.get(studies.CRASHING if part.crashes else "full", []), runs.get(key, [])
+        panels[textwrap.fill(f"{part.part}: {part.without}", 40)] = tag, both
+    return draw.parts_panels(panels)
 
 
 def film(run):
@@ -450,14 +569,16 @@ def film(run):
 
 if __name__ == "__main__":
     parser = harness.command_line(__doc__)
-    parser.add_argument("what", nargs="?", choices=["film"])
-    parser.add_argument("run", nargs="?", help="film: a run folder")
+    parser.add_argument("what", nargs="?", choices=["show", "film"])
+    parser.add_argument("which", nargs="?", help="show: a table; film: a run folder")
     parser.add_argument("--check", action="store_true", help="write nothing")
     args = parser.parse_args()
     matplotlib.use("Agg")
     draw.setup()
-    if args.what:
-        film(args.run)
+    if args.what == "show":
+        print(make_table(args.which))
+    elif args.what == "film":
+        film(args.which)
     elif args.check:
         wrong = check_tables()
         print(*(wrong or ["the tables are up to date"]), sep="\n")
