@@ -449,7 +449,7 @@ def wait(workers, sec):
     answered = []
     for _ in range(sec):
         ver_ppo.time.now += 1.0
-        answered += workers.receive(0.01)
+        answered += workers.receive(0)
     return answered
 
 
@@ -515,7 +515,7 @@ def test_queueing_is_not_hanging(puppets):
         assert wait(workers, 250) == []
         process.answer(e)
         assert workers.receive(0.01) == [e]
-    assert wait(workers, 10_000) == []  # nobody owes an answer
+    assert wait(workers, 1_000) == []  # nobody owes an answer
     assert workers.processes == [process]
     workers.send(np.array([1]))
     assert wait(workers, 299) == [] and workers.processes == [process]
@@ -929,16 +929,17 @@ def test_checkpoints_replace_each_other(tmp_path, monkeypatch):
     """A new one is on the disk as a whole before it takes the old one's place. So a power cut
     leaves one of the two. The next checkpoint overwrites a temporary file that is left."""
     path = tmp_path / "checkpoint.pt"
+    temporary = tmp_path / "checkpoint.pt.tmp"
     for number in (1, 2):
         ver_ppo.write_checkpoint({"format": ver_ppo.CHECKPOINT_FORMAT, "step": number}, path)
-        (tmp_path / "checkpoint.tmp").write_bytes(b"half a checkpoint" * 10_000)
+        temporary.write_bytes(b"half a checkpoint" * 10_000)
     order = []
-    whole = lambda *_: order.append("fsync") or (tmp_path / "checkpoint.tmp").stat().st_size
+    whole = lambda *_: order.append("fsync") or temporary.stat().st_size
     monkeypatch.setattr(ver_ppo.os, "fsync", whole)
     monkeypatch.setattr(ver_ppo.os, "replace", lambda *_: order.append("replace"))
     ver_ppo.write_checkpoint({"format": ver_ppo.CHECKPOINT_FORMAT, "step": 3}, path)
     assert order == ["fsync", "replace"] and ver_ppo.load_checkpoint(path)["step"] == 2
-    assert ver_ppo.load_checkpoint(tmp_path / "checkpoint.tmp")["step"] == 3
+    assert ver_ppo.load_checkpoint(temporary)["step"] == 3
 
 
 # ------------------------------------------------------------------------------- 4. A full disk
@@ -1124,8 +1125,11 @@ def test_strangers_code(tmp_path, monkeypatch, capsys, with_options, name):
         assert repeat.startswith(option) and getattr(options, door) == NAMED[name][door]
         replaced = ver_ppo.parse_options([*way, option, "another:Y"])
         assert getattr(replaced, door) in ("another:Y", ("another:Y",))
-    with pytest.raises(ver_ppo.UserError, match="names more than bare words"):
+    if door == "extensions":  # nothing but a training uses them
         play.load_policy(tmp_path / "stranger's")
+    else:
+        with pytest.raises(ver_ppo.UserError, match="names more than bare words"):
+            play.load_policy(tmp_path / "stranger's")
     assert "stranger" not in sys.modules and not (tmp_path / "executed").exists()
 
 

@@ -117,7 +117,8 @@ def recorded(monkeypatch):
     dictionary by which the test can change them."""
 
     def describe_env(options):
-        return ver_ppo.try_env(ver_ppo.Environment(0, options, "train", None, None))
+        *_, spec = ver_ppo.try_env(ver_ppo.Environment(0, options, "train", None, None))
+        return spec
 
     monkeypatch.setattr(ver_ppo, "describe_env", describe_env)
 

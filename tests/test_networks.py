@@ -218,7 +218,7 @@ def test_running_statistics():
     state = policy.state_dict()  # is copied to the policy that acts, and saved in checkpoints
     learned = dict(policy.named_parameters())
     for encoder in (1, 3):
-        for name in ("mean_C", "variance_C", "rollouts"):
+        for name in ("mean_C", "variance_C", "total_weight"):
             name = f"encoders.{encoder}.source.normalize.{name}"
             assert name in state and name not in learned
 
@@ -254,7 +254,7 @@ def test_statistics_stay_in_evaluation_mode(frozen):
     rollout = SimpleNamespace(obs=obs, rows=8, device=torch.device("cpu"))
     ver_ppo.update_statistics(policy, rollout, 1.0, lambda tensors: None)
     moved = {name for name, part in policy.named_buffers() if not torch.equal(part, before[name])}
-    names = "mean_C", "variance_C", "rollouts"
+    names = "mean_C", "variance_C", "total_weight"
     of_goal = {f"encoders.0.source.normalize.{name}" for name in names}
     assert moved == (set() if frozen == "policy" else of_goal)
 
@@ -595,7 +595,8 @@ def test_transfer(tmp_path, capsys):
     assert not (tmp_path / "three").exists()
 
     checkpoint.unlink()
-    assert ver_ppo.main(["--resume", str(two), "--total-timesteps", "192"]) == 0
+    repeated = ["--extensions", *saved(two)["options"]["extensions"]]
+    assert ver_ppo.main(["--resume", str(two), "--total-timesteps", "192", *repeated]) == 0
     assert saved(two)["step"] == 192
     after = saved(two)["policy"]
     same = {name for name in before if torch.equal(before[name], after[name])}

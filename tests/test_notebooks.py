@@ -763,6 +763,9 @@ def test_legends_in_grey():
     transfer = draw.load_result("transfer")["runs"]
     decisions = draw.load_result("evolution-CartPole-v1")["trials"][0]["decisions"]
     seconds_NK = draw.step_times(2, 0.4, 0.6)
+    curve = [[0, 10], [0.0, 2.0]]
+    curves = {"clock/minutes": curve, "charts/episodic_return": curve}
+    run = {"minutes": 2.0, "curves": curves}
     figures = {
         "compare_samplers": draw.compare_samplers(seconds_NK, 4, 2, 0.05, 1.0),
         "scaling_curves": draw.scaling_curves(draw.load_result("scaling")["found"]),
@@ -771,6 +774,7 @@ def test_legends_in_grey():
         "transfer_curves": draw.transfer_curves(transfer, dict.fromkeys(transfer, "return")),
         "evolution": draw.evolution(decisions),
         "chain_view": draw.chain_and_distance(draw.load_result("rearrange")),
+        "parts_panels": draw.parts_panels({"states": ("charts/episodic_return", ([run], [run]))}),
     }
     functions = inspect.getmembers(draw, inspect.isfunction)
     own = {name for name, function in functions if ".legend(" in inspect.getsource(function)}

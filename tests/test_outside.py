@@ -86,12 +86,14 @@ def test_order_of_parts(tmp_path):
         assert torch.equal(weight, made[1]["policy"][name])
 
 
-def test_environments_that_differ(tmp_path, capfd):
+def test_environments_that_differ(tmp_path, capsys):
     """Environment 2 has one action more: a policy for the first one cannot act there."""
-    line = f"--env-id {ENVS}:Unlike-v0 --num-workers 1"
-    assert ver_ppo.main(small(tmp_path, *line.split())) == 1
+    line = f"--env-id {ENVS}:Unlike-v0 --num-workers"
     words = "not like the first environment: action is 3 choices, not 2 choices"
-    assert words in capfd.readouterr().err
+    assert ver_ppo.main(small(tmp_path, *line.split(), "0")) == 2
+    assert words in capsys.readouterr().err
+    assert ver_ppo.main(small(tmp_path, *line.split(), "1")) == 1
+    assert "died, exit code 1" in capsys.readouterr().err
 
 
 def test_what_auto_chose_is_saved(tmp_path):

@@ -168,8 +168,9 @@ def test_how_an_observation_is_read(tmp_path, capsys):
     """The first lines of a run say it."""
     run_here(tmp_path, "--env-id tests.envs:Everything-v0 --num-workers 0 --total-timesteps 64")
     (line,) = [each for each in capsys.readouterr().out.splitlines() if "observation: " in each]
-    assert "camera/rgb: image 24 x 20, channels: 3, normalized; " in line
-    assert "room: 4 numbers; " in line and "arm: 6 numbers, normalized; " in line
+    assert "camera/rgb: uint8 (24, 20, 3), normalized; " in line
+    assert "room: float32 (4,); " in line and "arm: float32 (6,), normalized; " in line
+    assert "action: 3 x 2 x 4 choices; " in line
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.float32, np.float64])
