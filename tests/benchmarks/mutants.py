@@ -50,7 +50,7 @@ def first_failure(checkout, files, limit_sec):
     try:
         harness.execute(words, checkout, timeout_sec=limit_sec, PYTHONDONTWRITEBYTECODE="1")
     except RuntimeError as error:
-        failed = re.search(r"^(?:FAILED|ERROR) ([\w.:]+)", str(error), re.M)
+        failed = re.search(r"^(?:FAILED|ERROR) ([\w./:]+)", str(error), re.M)
         return failed[1] if failed else str(error).partition(": exit status ")[2].splitlines()[0]
     return None
 

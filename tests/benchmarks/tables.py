@@ -160,6 +160,16 @@ def starts_table(kept):
     return table(["", "seeds", *(f"to success {least}" for least in learn.SUCCESSES)], rows)
 
 
+def mutants_table(kept):
+    """How many planted faults of each file the quick tests notice."""
+    rows = []
+    for file, found in kept["planted"].items():
+        survivors = found["survivors"]
+        killed = found["mutants"] - len(survivors)
+        rows.append([file, str(found["mutants"]), str(killed), ", ".join(survivors) or "none"])
+    return table(["", "faults", "noticed", "survivors"], rows)
+
+
 def transfer_table(kept):
     """Mean and range of the evaluations of all seeds."""
     rows = []
@@ -439,6 +449,7 @@ OF_FILES = {  # name: what makes the table, of which files
     "habitat": (habitat_table, "habitat"),
     "gpu": (gpu_table, "gpu"),
     "uneven": (uneven_table, "uneven"),
+    "mutants": (mutants_table, "mutants"),
 }
 STUDIES = {  # the same; no page has a place for them yet
     "parts": (parts_table, "parts"),
