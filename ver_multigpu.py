@@ -407,7 +407,7 @@ class RankRun(ver_ppo.Run):
         self.limit, self.predicted_sec = decision
         # in the order in which they ended, if each rank's ended at equal distances
         placed = [(k / len(own), each) for own in episodes_R for k, each in enumerate(own)]
-        return sum(steps_R), logs, [each for _, each in sorted(placed)]
+        return sum(steps_R), logs, [each for _, each in sorted(placed, key=lambda pair: pair[0])]
 
     def decide(self, step_sec_RN, learning_sec):
         """When the next rollout ends: the value of the counter, and the predicted seconds."""

@@ -1241,7 +1241,8 @@ def process_context():
         raise UserError(
             "a process forked from one that has trained cannot train: start it with spawn"
         ) from None
-    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return context
 
 
@@ -1485,8 +1486,8 @@ def describe_env(options):
                 f"cannot be used ({error}); see its output above; with --num-workers 0 it runs in"
                 " this process",
             )
+        found = answer.recv()  # before the worker ends: it may still be writing
     os.chdir(folder)  # some environments change it
-    found = answer.recv()
     if isinstance(found, UserError):
         raise found
     return found
@@ -1547,8 +1548,8 @@ def tell_losses(spec, space, observation):
         if key not in spec.obs:
             print(f"observation {key!r} is left out: {below} holds neither numbers nor choices")
         # a time or a coordinate, for example
-        elif isinstance(below, spaces.Box) and np.abs(part).max() > 1e6:
-            lost = np.spacing(np.abs(part).max().astype(np.float32))
+        elif isinstance(below, spaces.Box) and np.abs(np.asarray(part)).max() > 1e6:
+            lost = np.spacing(np.float32(np.abs(np.asarray(part)).max()))
             print(
                 f"observation {key!r} is large: as float32, numbers that differ by less than"
                 f" {lost:.3g} are equal"
@@ -2033,7 +2034,7 @@ class Run:
         # with what the environment has chosen, so that the checkpoint says it
         chosen = [each for each in self.spec.chosen if each not in options.env_kwargs]
         self.options = replace(
-            options, device=str(self.device), env_kwargs=(*chosen, *options.env_kwargs)
+            options, device=str(self.device), env_kwargs=(*options.env_kwargs, *chosen)
         )
         # before the folder, in case memory is too small
         self.rollout = Rollout(
@@ -2806,7 +2807,7 @@ LIMITS = {  # words in an error, and the limit of the machine that it stands for
     "Too many open files": "more open files are needed (ulimit -n)",
     "Resource temporarily unavailable": "no more processes can be started (ulimit -u)",
     "can't start new thread": "no more processes can be started (ulimit -u)",
-    "EOFError": "no more processes can be started (ulimit -u)",
+    "unexpected EOF": "no more processes can be started (ulimit -u)",
     "AF_UNIX path too long": "the name of the folder for temporary files is too long (TMPDIR)",
 }
 

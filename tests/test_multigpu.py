@@ -587,6 +587,11 @@ def test_recent_episodes_are_those_of_all_ranks(tmp_path, monkeypatch):
         assert own == [1.0 + k for k in range(count)]
     recent = [rank for rank, _ in episodes[-100:]]
     assert [recent.count(rank) for rank in range(4)] == [75, 25, 0, 0]
+    run.ranks.gather = lambda own: [(4, own[1], [[-float(k), 1.0]], own[3]) for k in range(200)]
+    with rank_run(tmp_path / "many", num_envs=2, num_steps=2, num_minibatches=1) as many:
+        many.ranks.gather = run.ranks.gather
+        _, _, episodes = many.combine(rollout, logs)
+    assert [-found for found, _ in episodes] == list(range(200))  # not by their returns
 
 
 @pytest.mark.quick

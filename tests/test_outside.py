@@ -100,7 +100,7 @@ def test_what_auto_chose_is_saved(tmp_path):
     """A run in the built-in simulator stays there, also on a machine that has Habitat."""
     line = "--env-id pointnav --env-kwargs image_size=8 " + TWO_UPDATES
     folder = run_here(tmp_path, line)
-    assert saved(folder)["options"]["env_kwargs"] == ("simulator=builtin", "image_size=8")
+    assert saved(folder)["options"]["env_kwargs"] == ("image_size=8", "simulator=builtin")
     resumed = ver_ppo.parse_options(["--resume", str(folder)])
     assert ver_ppo.Run(resumed).options.env_kwargs == resumed.env_kwargs
     other = ["--env-kwargs", "simulator=habitat"]
@@ -335,7 +335,7 @@ def test_rollout_larger_than_the_memory(tmp_path, capsys, env_id):
     line = f"--env-id {env_id} --num-workers 0 --num-steps {steps}"
     assert ver_ppo.main(small(tmp_path, *line.split())) == 1
     error = capsys.readouterr().err
-    assert "there is not enough memory" in error and "iB" in error or "bytes" in error
+    assert "there is not enough memory" in error and ("iB" in error or "bytes" in error)
     assert len(error.strip().splitlines()) == 1 and not list(tmp_path.iterdir())
 
 
