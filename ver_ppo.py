@@ -1522,7 +1522,8 @@ def try_env(trial):
     of the environment, and at last its Spec. Raises UserError."""
     options = trial.options
     try:
-        trial.env = make_env(options, checked=True)
+        # a checkpoint is evaluated: the data of the training may be missing
+        trial.env = make_env(options, "val" if options.checkpoint else "train", checked=True)
         observation, _ = trial.env.reset(seed=0)
         yield
         trial.spec = spec_of(trial.env)
