@@ -91,7 +91,9 @@ class Ranks:
         if "WORLD_SIZE" in os.environ:
             try:
                 self.store, self.rank, self.size = next(dist.rendezvous("env://", timeout=timeout))
-            except ValueError as error:  # some of torchrun's variables are missing
+                if self.rank >= self.size:
+                    raise ValueError(f"RANK {self.rank} is not below WORLD_SIZE")
+            except (ValueError, RuntimeError) as error:  # torchrun's variables are missing or wrong
                 raise UserError(f"start with torchrun, or without WORLD_SIZE: {error}") from None
         name = name_start(self.store, self.rank, self.size, timeout_sec)
         self.store = dist.PrefixStore(name, self.store)
@@ -298,8 +300,10 @@ class RankRun(ver_ppo.Run):
         # All ranks have the same weights now. From here on, each needs a seed of its own, for its
         # environments and the sampling of actions
         if self.ranks.rank:
-            seed = ver_ppo.derive_seed(SEED_OF_RANK, options.seed, self.ranks.rank)
-            self.options = replace(self.options, seed=seed)
+            self.options = replace(
+                self.options,
+                seed=ver_ppo.derive_seed(SEED_OF_RANK, options.seed, self.ranks.rank),
+            )
 
     def average(self, tensors):
         """As Ranks.average. A rank that got a signal says so here, and all leave the update before
@@ -405,7 +409,7 @@ class RankRun(ver_ppo.Run):
             logs["ranks/stale_share"] = 1 - sum(steps_R) / options.rollout_steps / len(steps_R)
         decision = self.decide(np.array(step_sec_RN), logs["time/learning_sec"])
         self.limit, self.predicted_sec = decision
-        # in the order in which they ended, if each rank's ended at equal distances
+        # Interleave the ranks' episodes, as if each rank's had ended evenly over the rollout
         placed = [(k / len(own), each) for own in episodes_R for k, each in enumerate(own)]
         return sum(steps_R), logs, [each for _, each in sorted(placed, key=lambda pair: pair[0])]
 
@@ -419,8 +423,9 @@ class RankRun(ver_ppo.Run):
         # after this: if `step` is still `initial_step`, only the first rollout has been made.)
         predictable = self.step > self.initial_step and self.ranks.size > 1
         if options.preemption == "optimal" and predictable:
-            variable = options.sampler == "ver"
-            return optimal_preemption(step_sec_RN, options.num_steps, variable, learning_sec)
+            return optimal_preemption(
+                step_sec_RN, options.num_steps, options.sampler == "ver", learning_sec
+            )
         return NO_LIMIT, 0.0
 
     def evaluate(self):

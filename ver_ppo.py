@@ -106,7 +106,7 @@ import time
 import traceback
 from array import array
 from collections import deque
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from io import BytesIO
 from pathlib import Path
 from typing import Literal
@@ -775,7 +775,7 @@ def minibatch_step(policy, optimizer, batch, options, average):
     (loss + auxiliary_loss).backward()
     # frozen weights are not learned, nor is a fixed entropy coefficient
     learned = [weight for weight in policy.parameters() if weight.requires_grad]
-    for weight in learned:  # without a gradient if unused here; other processes may have used it
+    for weight in learned:  # this mini-batch may not use it, but all ranks average the same tensors
         weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
     average([weight.grad for weight in learned])
     # the entropy coefficient is not a part of the network: its gradient does not count in the norm
@@ -1048,6 +1048,9 @@ def worker_process(inbox, outbox, environments):
         status = 0
     except BrokenPipeError:  # the process that collects has died
         pass
+    except UserError as error:  # it would come again
+        print(error, file=sys.stderr)
+        status = 2
     except BaseException:  # also sys.exit
         traceback.print_exc()
     if status:  # a simulator that has failed may hang when it is closed
@@ -1079,11 +1082,10 @@ class Workers:
         self.options = environments[0].options
         self.context = process_context()
         self.asked_N = np.zeros(len(environments), bool)  # environments that owe an answer
-        # the seconds that `receive` has seen pass: of a longer time without a call, such as an
-        # update or a pause of the whole program, one second counts
-        self.clock_sec = 0.0
+        # seconds since each last got an action, or answered. A gap between two calls of `receive`
+        # counts as one second at most, so that a pause of the whole program looks like no hanging
+        self.silent_sec_W = np.zeros(num_workers)
         self.looked_at = time.monotonic()
-        self.heard_at_W = np.zeros(num_workers)  # when each last got an action, or answered
         self.has_answered_W = np.zeros(num_workers, bool)
         self.failed_at = deque(maxlen=self.options.max_worker_restarts + 1)
         # one pipe to each worker: this process writes commands, the worker reads its inbox
@@ -1113,13 +1115,14 @@ class Workers:
         process.start()
         self.processes[worker] = process
         self.poll.register(process.sentinel, select.POLLIN)  # readable when the process ends
-        self.heard_at_W[worker] = self.clock_sec + 5  # for the process itself to start
+        self.silent_sec_W[worker] = -5  # for the process itself to start
 
     def send(self, env_B):
         """Let these environments answer."""
         self.asked_N[env_B] = True
         worker_B = env_B % self.num_workers
-        self.heard_at_W[worker_B] = np.maximum(self.heard_at_W[worker_B], self.clock_sec)
+        gap_sec = time.monotonic() - self.looked_at  # `receive` will add it to all
+        self.silent_sec_W[worker_B] = np.minimum(self.silent_sec_W[worker_B], -gap_sec)
         for worker in set(worker_B.tolist()):
             send_numbers(self.commands[worker], env_B[worker_B == worker].tolist())
 
@@ -1128,17 +1131,16 @@ class Workers:
         EnvironmentFailure if workers fail too often."""
         ready = {descriptor for descriptor, _ in self.poll.poll(1000 * timeout_sec)}
         now = time.monotonic()
-        self.clock_sec += min(1.0, now - self.looked_at)
+        self.silent_sec_W += min(1.0, now - self.looked_at)
         self.looked_at = now
         answered = self.read() if self.answers.fileno() in ready else []
         for worker, process in enumerate(self.processes):
             if process.sentinel in ready:
                 answered += self.replace(worker, "died")
-        silent_W = self.clock_sec - self.heard_at_W > self.options.env_timeout
-        for worker in np.flatnonzero(silent_W):
+        for worker in np.flatnonzero(self.silent_sec_W > self.options.env_timeout):
             if len(self.owed(worker)):
                 answered += self.replace(
-                    worker, f"gave no answer for {self.options.env_timeout:.0f} s (--env-timeout)"
+                    worker, f"gave no answer for {self.options.env_timeout:g} s (--env-timeout)"
                 )
         return answered
 
@@ -1147,7 +1149,7 @@ class Workers:
         answered = read_numbers(self.answers)
         worker_B = np.array(answered, int) % self.num_workers
         self.asked_N[answered] = False
-        self.heard_at_W[worker_B] = self.clock_sec
+        self.silent_sec_W[worker_B] = 0.0
         self.has_answered_W[worker_B] = True
         return answered
 
@@ -1168,10 +1170,12 @@ class Workers:
         when = "" if self.has_answered_W[worker] else ", before its first answer"
         reason = f"worker {worker} (environments {mine}) {what}, exit code {process.exitcode}{when}"
         self.failed_at.append(time.monotonic())
-        if when or self.environments[0].split == "trial":
+        if when or process.exitcode == 2 or self.environments[0].split == "trial":
             raise EnvironmentFailure(reason)
-        many = len(self.failed_at) == self.failed_at.maxlen
-        if many and self.failed_at[-1] - self.failed_at[0] < 3600:
+        if (
+            len(self.failed_at) == self.failed_at.maxlen
+            and self.failed_at[-1] - self.failed_at[0] < 3600
+        ):
             raise EnvironmentFailure(
                 f"{reason}: more than {self.options.max_worker_restarts} failures within an hour"
                 " (--max-worker-restarts)"
@@ -1228,8 +1232,8 @@ def process_context():
     process's state, but torch is imported only once. A signal may reach the whole process group.
     The server blocks it, and the main process decides what happens."""
     mp.current_process().daemon = False  # a process of a Pool is one, and daemons have no children
-    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)  # each process needs four
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
+    files, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)  # each worker needs four
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(files, min(most_files, 8192)), most_files))
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["torch", "gymnasium", "tyro", "tqdm"])
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # the server inherits this
@@ -1290,6 +1294,7 @@ def tell(text):
 
 INFERENCE_SEC = 150e-6  # about what one step costs the process that collects
 LARGE_BOUND = 1e30  # a bound as large as this counts as none
+VECTORS = spaces.Box, spaces.MultiBinary, spaces.Discrete, spaces.MultiDiscrete
 
 
 def make_env(options, split="train", number=0, checked=False):
@@ -1316,29 +1321,18 @@ class Spec:
     """What tables and network must know of an environment. Plain data, which also lies in the
     checkpoint."""
 
-    obs: dict  # type, shape, and whether to normalize, of each part of an observation
+    obs: dict  # type, shape, and whether to normalize, of each part of an observation, as stored
     choices: list  # how many choices each dimension of an action has; empty if it is continuous
     action_dims: int  # A, the dimensions of an action
     metrics: list  # names of the scalars in the last info of an episode
     step_sec: float = 0.0  # seconds that a step takes (0: not measured) ...
     cpu_sec: float = 0.0  # ... and how many of them on a CPU
     chosen: list = ()  # KEY=VALUE of arguments that the environment may choose by itself
-
-    def __str__(self):
-        return "; ".join(f"{name}: {words}" for name, words in self.parts.items())
-
-    @property
-    def parts(self):
-        """What a policy reads and answers, in words. It can act wherever this is the same."""
-        choices = " x ".join(map(str, self.choices))
-        parts = {"action": f"{choices} choices" if choices else f"{self.action_dims} numbers"}
-        for key, (kind, shape, large) in self.obs.items():
-            parts[key] = f"{kind} {shape}{', normalized' if large else ''}"
-        return parts
+    parts: dict = field(default_factory=dict)  # the spaces of action and observation, in words
 
     def compare(self, other, reason):
         """Raise UserError, with this reason and the first difference, if an environment has other
-        parts."""
+        parts: then a policy for this one cannot act there."""
         for name in self.parts | other.parts:
             mine, others = (each.parts.get(name, "missing") for each in (self, other))
             if mine != others:
@@ -1365,14 +1359,15 @@ def spec_of(env):
     parts of the observation are in the order of their names, since a dictionary's order may change
     from run to run. Raises UserError if the action, or every part of the observation, is not
     supported."""
-    known = spaces.Box, spaces.MultiBinary, spaces.Discrete, spaces.MultiDiscrete
     obs = {}
+    parts = {"action": in_words(env.action_space)}
     whole = env.observation_space  # and in place of an observation: it has the same keys
     for key, space, _ in sorted(walk(whole, whole), key=lambda part: part[0]):
-        if not isinstance(space, known) or not spaces.flatdim(space):
-            continue  # `try_env` says so
+        if not isinstance(space, VECTORS) or not spaces.flatdim(space):
+            continue  # `tell_losses` says so
         if key in obs:
             raise UserError(f"two parts of the observation have the name {key!r}")
+        parts[f"observation {key}"] = in_words(space)
         box = isinstance(space, spaces.Box)
         image = box and image_layout(space.shape) is not None
         large = box and bool(space.low.min() < -30 or space.high.max() > 30)
@@ -1390,9 +1385,27 @@ def spec_of(env):
         raise UserError(f"no part of the observation holds numbers: {whole}")
     # wrappers may have metadata of their own, and adapters of the old gym have None
     metadata = (env.unwrapped.metadata or {}) | (env.metadata or {})
-    metrics = list(metadata.get("metrics", ()))
-    chosen = list(metadata.get("chosen", ()))
-    return Spec(obs, choices, len(choices) or math.prod(action.shape), metrics, chosen=chosen)
+    return Spec(
+        obs,
+        choices,
+        action_dims=len(choices) or math.prod(action.shape),
+        metrics=list(metadata.get("metrics", ())),
+        chosen=list(metadata.get("chosen", ())),
+        parts=parts,
+    )
+
+
+def in_words(space):
+    """The type and the shape of a space, or its choices.
+
+    >>> in_words(spaces.Box(0, 255, (64, 48, 3), np.uint8)), in_words(spaces.Discrete(4))
+    ('uint8 (64, 48, 3), channels last', 'Discrete(4)')
+    """
+    if not isinstance(space, spaces.Box):
+        return " ".join(str(space).split())
+    layout = image_layout(space.shape)
+    order = f", channels {'last' if layout[3] else 'first'}" if layout else ""
+    return f"{space.dtype} {space.shape}{order}"
 
 
 def walk(space, observation, name=""):
@@ -1483,8 +1496,7 @@ def describe_env(options):
             refuse(
                 options,
                 "env_id",
-                f"cannot be used ({error}); see its output above; with --num-workers 0 it runs in"
-                " this process",
+                f"cannot be used ({error}); see its output above",
             )
         found = answer.recv()  # before the worker ends: it may still be writing
     os.chdir(folder)  # some environments change it
@@ -1508,10 +1520,7 @@ class Trial(Environment):
 
     def answer(self):
         """Make one call of the environment: --env-timeout limits each."""
-        try:
-            found = next(self.calls, None)
-        except UserError as error:
-            found = error
+        found = next(self.calls, None)
         if found:
             self.outbox.send(found)
 
@@ -1519,7 +1528,7 @@ class Trial(Environment):
 def try_env(trial):
     """Start a trial's environment, look at its spaces, and take a step as in training. If
     --num-workers is `auto`, also measure the time of some more steps. Yields None after each call
-    of the environment, and at last its Spec. Raises UserError."""
+    of the environment, and at last its Spec or a UserError."""
     options = trial.options
     try:
         # a checkpoint is evaluated: the data of the training may be missing
@@ -1534,13 +1543,14 @@ def try_env(trial):
         trial.step()
         yield
         if options.num_workers == "auto":
-            step_sec, cpu_sec = time_steps(trial)
+            step_sec, cpu_sec = yield from time_steps(trial)
             trial.spec = replace(trial.spec, step_sec=step_sec, cpu_sec=cpu_sec)
         yield trial.spec
-    except UserError:
-        raise
+    except UserError as error:
+        yield error
     except (Exception, SystemExit) as error:  # whatever the environment's own code raises
-        refuse(options, "env_id", f"cannot be used ({first_line(error)}; {place_of(error)})")
+        reason = f"{first_line(error)}; {places_of(error)[-1]}"
+        yield UserError(f"--env-id {options.env_id}: cannot be used ({reason})")
 
 
 def tell_losses(spec, space, observation):
@@ -1550,31 +1560,35 @@ def tell_losses(spec, space, observation):
             print(f"observation {key!r} is left out: {below} holds neither numbers nor choices")
         # a time or a coordinate, for example
         elif isinstance(below, spaces.Box) and np.abs(np.asarray(part)).max() > 1e6:
-            lost = np.spacing(np.float32(np.abs(np.asarray(part)).max()))
             print(
                 f"observation {key!r} is large: as float32, numbers that differ by less than"
-                f" {lost:.3g} are equal"
+                f" {np.spacing(np.float32(np.abs(np.asarray(part)).max())):.3g} are equal"
             )
 
 
 def time_steps(trial):
     """Mean seconds of a step with random actions, resets included, and the mean seconds of CPU time
-    of a step. Takes a second. (The result may be too high: at first, simulators load scenes, and
-    agents that act at random end episodes soon.)
+    of a step. Takes a second, and yields every 0.1 s. (The result may be too high: at first,
+    simulators load scenes, and agents that act at random end episodes soon.)
 
     The time in which other programs had the core does not count. Otherwise a simulator on a busy
     machine would look like one that waits for a GPU, and would get too many workers.
     """
     rng = np.random.default_rng(0)
-    choices = trial.spec.choices
-    dims = trial.spec.action_dims
+    spec = trial.spec
     steps = 0
     began = np.array([time.perf_counter(), time.process_time(), run_delay_sec()])
     with contextlib.suppress(Exception, SystemExit):  # training survives a failure, too
-        while time.perf_counter() < began[0] + 1.0:
-            trial.io["action"][0] = rng.integers(choices) if choices else rng.uniform(-1, 1, dims)
-            trial.step()
-            steps += 1
+        for until in began[0] + np.linspace(0.1, 1.0, 10):
+            yield
+            while time.perf_counter() < until:
+                trial.io["action"][0] = (
+                    rng.integers(spec.choices)
+                    if spec.choices
+                    else rng.uniform(-1, 1, spec.action_dims)
+                )
+                trial.step()
+                steps += 1
     ended = np.array([time.perf_counter(), time.process_time(), run_delay_sec()])
     passed_sec, cpu_sec, delay_sec = (ended - began) / max(1, steps)
     return float(max(passed_sec - delay_sec, 1e-9)), float(cpu_sec)
@@ -2011,7 +2025,7 @@ class Run:
 
         start, stop        start and end the environments
         collector_class    the class that collects
-        preemptible        whether the collector is in this process, where it can ask `look`
+        preemptible        False if another process collects: ranks cannot end its rollouts early
         enough             whether a rollout ends early
         collect            collects a rollout
         advantages         computes advantages, returns and weights; returns the steps to learn from
@@ -2086,12 +2100,12 @@ class Run:
         name = f"{options.env_id}__{options.exp_name}__{options.seed}__{time.time_ns() // 1000}"
         folder = Path(options.resume or Path(options.runs_dir, re.sub("[/:]", "-", name)))
         if self.writes:
-            from torch.utils.tensorboard import SummaryWriter  # takes a second to import
-
             # whole: an environment in this process may change the current folder
             self.folder = folder.expanduser().resolve()
             self.folder.mkdir(parents=True, exist_ok=True)
             self.lock = lock_folder(self.folder)
+            from torch.utils.tensorboard import SummaryWriter  # takes a second to import
+
             write_file(self.folder / "options.json", json.dumps(asdict(options), indent=2).encode())
             self.writer = SummaryWriter(
                 self.folder, purge_step=self.step + 1 if self.step else None
@@ -2106,10 +2120,14 @@ class Run:
             mininterval=often_sec,
         )
         size = sum(weight.numel() for weight in self.policy.parameters())
+        seen = [
+            f"{key}: {self.spec.parts[f'observation {key}']}{', normalized' if large else ''}"
+            for key, (_, _, large) in self.spec.obs.items()
+        ]
         self.say(
             f"{folder}: {' '.join([options.sampler, *options.extensions])}, {options.num_envs}"
             f" environments, workers: {count_workers(options, self.spec)}, {size:,} parameters on"
-            f" {self.device}\nobservation: {self.spec}"
+            f" {self.device}\nobservation: {'; '.join(seen)}\naction: {self.spec.parts['action']}"
         )
 
     def say(self, text):
@@ -2328,7 +2346,7 @@ class Run:
     def close(self):
         """Finish the files."""
         if self.folder:
-            os.close(self.lock)
+            self.lock.close()
             with contextlib.suppress(OSError):  # a full disk was reported already
                 self.writer.close()
 
@@ -2430,13 +2448,13 @@ def report_evaluation(policy, spec, options, path=None, offset=0):
 
 # ------------------------------------------------------------------------------------ Checkpoints
 
-CHECKPOINT_FORMAT = 12
+CHECKPOINT_FORMAT = 13
 
 
 def lock_folder(folder):
     """Take a run folder for this process, until the returned file is closed or the process ends.
     Raises UserError if another run has it, and OSError."""
-    file = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    file = open(os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "w")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:  # some file systems have no locks
@@ -2453,8 +2471,8 @@ def write_checkpoint(content, path):
 
 
 def write_file(path, content):
-    """Replace a file. After a power cut, the old one or the new one is there, whole. In a
-    stranger's folder, a symbolic link leads nowhere. Raises OSError."""
+    """Replace a file. After a power cut, the old one or the new one is there, whole. Never writes
+    through a symbolic link, which a stranger's folder may have. Raises OSError."""
     temporary = path.with_name(f"{path.name}.tmp")
     if path.parent.is_symlink():
         raise OSError(f"{path.parent} is a symbolic link")
@@ -2528,7 +2546,7 @@ def checkpoint_path(run):
 # --extensions. `check_options` refuses what it can before a process starts.
 
 DOORS = "env_id", "env_kwargs", "wrappers", "policy", "extensions"
-BARE_WORD = re.compile("[A-Za-z0-9_/.=-]*")
+BARE_WORD = re.compile(r"[\w/.-]*|\w+=[\w.-]*", re.ASCII)
 ALIASES = {
     "pointnav": "notebooks.environments.pointnav:PointNav-v0",
     "habitat": "notebooks.environments.habitat:Habitat-v0",
@@ -2561,7 +2579,7 @@ WHERE = (
     " package is written as package:Id-v0; what only this program or notebook has registered"
     " needs --num-workers 0"
 )
-# files that look for a name: if the error comes from there, the name does not exist
+# files that look for a name: if an error passed through no others, the name does not exist
 FINDERS = "<frozen importlib", importlib.__file__, gym.envs.registration.__file__, __file__
 # one KEY=VALUE in brackets. It ends at a comma outside of quotation marks, if another KEY= follows
 ARGUMENT = r"""\w+ *=(?:'[^']*'|"[^"]*"|[^,'"]|,(?! *\w+ *=))*"""
@@ -2572,10 +2590,13 @@ def first_line(error):
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-def place_of(error):
-    """The file, the line and the statement that raised an error."""
+def places_of(error):
+    """File, line and statement of each call that led to an error, the last one at the end."""
     text = "".join(traceback.format_exception(error))
-    return "{}:{}: {}".format(*re.findall(r'File "(.*)", line (\d+).*\n *(.*)', text)[-1])
+    return [
+        f"{file}:{line}: {statement}"
+        for file, line, statement in re.findall(r'File "(.*)", line (\d+).*\n *(.*)', text)
+    ]
 
 
 def read_arguments(items):
@@ -2618,9 +2639,10 @@ def find(text, option):
         home = importlib.import_module(module) if module else None
         found = gym.spec(name) if option == "--env-id" else getattr(home, name)
     except (Exception, SystemExit) as error:  # whatever the module's own code raises
-        place = place_of(error)
-        hint = WHERE if place.startswith(FINDERS) else place
-        raise UserError(f"{option} {text} cannot be loaded ({first_line(error)}): {hint}") from None
+        own = [place for place in places_of(error) if not place.startswith(FINDERS)]
+        raise UserError(
+            f"{option} {text} cannot be loaded ({first_line(error)}): {[WHERE, *own][-1]}"
+        ) from None
     if not bracket:
         return found, {}
     if option == "--env-id":
@@ -2705,7 +2727,7 @@ def refuse(options, name, message):
 RULES = {  # names of options, what must hold, and how to say it
     """total_timesteps num_envs num_steps num_minibatches update_epochs clip_coef
     checkpoint_interval learner_threads learning_rate max_grad_norm env_timeout hidden_size""": (
-        lambda value: 0 < value < math.inf,
+        lambda value: 0 < value < 1e15,
         "must be a positive number",
     ),
     "seed num_workers eval_episodes max_worker_restarts ent_coef vf_coef lstm_layers": (
@@ -2713,6 +2735,7 @@ RULES = {  # names of options, what must hold, and how to say it
         "must be 0 or more",
     ),
     "gamma gae_lambda": (lambda value: 0 <= value <= 1, "must be within 0..1"),
+    "sampler": (lambda value: value in ("ver", "nover", "sync"), "must be ver, nover or sync"),
     "target_entropy": (lambda value: value is None or math.isfinite(value), "must be a number"),
     "resume checkpoint": (lambda value: value != "", "must name a run"),
 }
@@ -2777,10 +2800,15 @@ def parse_options(argv, kind=Options):
     path = checkpoint_path(given.checkpoint or given.resume)
     if given.resume and not path.exists():
         return given
-    names = {field.name for field in fields(kind)} - {"device", "resume", "checkpoint"}
+    # an evaluation has no extensions
+    unused = {"device", "resume", "checkpoint"} | ({"extensions"} if given.checkpoint else set())
     saved = {
-        name: value for name, value in load_checkpoint(path)["options"].items() if name in names
+        name: value
+        for name, value in load_checkpoint(path)["options"].items()
+        if name in vars(given).keys() - unused
     }
+    if not "".join(map(str, saved.values())).isprintable():
+        raise UserError(f"{path} is not a checkpoint of this program")
     # the command line again, with the file's options as defaults
     options = tyro.cli(kind, args=argv, default=kind(**saved))
     check_doors(options, given, path)
@@ -2801,7 +2829,7 @@ def check_doors(options, given, path):
 
 
 LIMIT_ERRORS = EOFError, MemoryError, RuntimeError
-LIMITS = {  # words in an error, and the limit of the machine that it stands for
+LIMITS = {  # words in an error, and what this machine lacks
     "shared memory": "/dev/shm is full or too small (docker: --shm-size)",
     "allocate": "there is not enough memory",
     "MemoryError": "there is not enough memory",
@@ -2809,12 +2837,13 @@ LIMITS = {  # words in an error, and the limit of the machine that it stands for
     "Resource temporarily unavailable": "no more processes can be started (ulimit -u)",
     "can't start new thread": "no more processes can be started (ulimit -u)",
     "unexpected EOF": "no more processes can be started (ulimit -u)",
+    "home directory": "there is no such user",
     "AF_UNIX path too long": "the name of the folder for temporary files is too long (TMPDIR)",
 }
 
 
 def limit_of(error):
-    """The limit of the machine that an error stands for, in one line; "" for other errors."""
+    """What this machine lacks if it raises this error, in one line; "" for other errors."""
     limits = [limit for words, limit in LIMITS.items() if words in repr(error)]
     return f"{limits[0]} ({first_line(error)})" if limits else ""
 

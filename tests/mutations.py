@@ -631,8 +631,8 @@ RANKS = [
     ),
     (
         "rollouts of every sampler count as variable",
-        'variable = options.sampler == "ver"',
-        "variable = True",
+        'step_sec_RN, options.num_steps, options.sampler == "ver", learning_sec',
+        "step_sec_RN, options.num_steps, True, learning_sec",
     ),
     (
         "a rank decides by its own learning time",

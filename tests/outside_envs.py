@@ -24,7 +24,9 @@ class Parts(gym.Env):
     `parts` are names with sizes ("goal 1, hint 2"), in the order of the dictionary; `actions` is
     the number of actions. In an image, which `pixels` gives the shape of, there is nothing."""
 
-    def __init__(self, parts="goal 1, hint 2", actions=2, pixels=(), number=0):
+    metadata = {"render_modes": ["rgb_array"]}
+
+    def __init__(self, parts="goal 1, hint 2", actions=2, pixels=(), number=0, render_mode=None):
         sizes = dict(part.split() for part in parts.split(", "))
         pairs = [(name, box(int(size))) for name, size in sizes.items()]
         if pixels:

@@ -324,7 +324,7 @@ def test_simulators_that_fail(tmp_path, said, place):
         """Called in every pass: here, the worker that hangs has been silent for very long."""
         same_process = c.workers.processes[hanging] is first_process
         if (tmp_path / "hang has failed").exists() and same_process:
-            c.workers.heard_at_W[hanging] = -np.inf
+            c.workers.silent_sec_W[hanging] = np.inf
         return late(rows)
 
     sizes = {"num_envs": 2 * len(FAULTS), "num_workers": len(FAULTS), "num_steps": 12}

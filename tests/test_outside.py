@@ -4,6 +4,7 @@ refused in one line, and nothing is silently different."""
 import contextlib
 import errno
 import io
+import itertools
 import multiprocessing
 import os
 import resource
@@ -17,6 +18,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from gymnasium import spaces
 
 import ver_ppo
 from notebooks.extensions import play
@@ -25,6 +27,7 @@ from tests.helpers import (
     free_port,
     in_new_process,
     make_environment,
+    make_spec,
     nobody_left,
     one_line,
     run_folders,
@@ -42,11 +45,12 @@ TWO_UPDATES = "--num-workers 0 --num-minibatches 2 --total-timesteps 128"
 # ------------------------------------------------------------------ The environment of a checkpoint
 
 OTHERS = {  # another environment than "goal 1, hint 2" with two actions: what the refusal says
-    "parts=goal 1": "hint is missing, not float32 (2,)",
-    "parts=goal 1, hint 2, wind 3": "wind is float32 (3,), not missing",
-    "parts=goal 1, hint 3": "hint is float32 (3,), not float32 (2,)",
-    "parts=goal 1, hind 2": "hint is missing, not float32 (2,)",
-    "actions=5": "action is 5 choices, not 2 choices",
+    "parts=goal 1": "observation hint is missing, not float32 (2,)",
+    "parts=goal 1, hint 2, wind 3": "observation wind is float32 (3,), not missing",
+    "parts=goal 1, hint 3": "observation hint is float32 (3,), not float32 (2,)",
+    "parts=goal 1, hind 2": "observation hint is missing, not float32 (2,)",
+    "parts=goal 1, action 2": "observation hint is missing, not float32 (2,)",
+    "actions=5": "action is Discrete(5), not Discrete(2)",
 }
 
 
@@ -71,8 +75,55 @@ def test_images_with_channels_first(tmp_path, capsys):
     line = f"{PARTS} {TWO_UPDATES} --env-kwargs pixels=(16,16,3)"
     folder = run_here(tmp_path, line)
     other = [*PARTS.split(), "--env-kwargs", "pixels=(3,16,16)", "--eval-episodes", "2"]
-    words = "image is uint8 (3, 16, 16), normalized, not uint8 (16, 16, 3), normalized"
+    words = "image is uint8 (3, 16, 16), channels first, not uint8 (16, 16, 3), channels last"
     one_line(capsys, ["--checkpoint", str(folder), *other], words)
+
+
+ALIKE = {  # spaces whose numbers are vectors of the same length for a network
+    "float32 (6,)": spaces.Box(-1, 1, (6,), np.float32),
+    "float64 (6,)": spaces.Box(-1, 1, (6,), np.float64),
+    "float32 (2, 3)": spaces.Box(-1, 1, (2, 3), np.float32),
+    "float32 (3, 2)": spaces.Box(-1, 1, (3, 2), np.float32),
+    "Discrete(6)": spaces.Discrete(6),
+    "MultiDiscrete([2 4])": spaces.MultiDiscrete([2, 4]),
+    "MultiBinary(6)": spaces.MultiBinary(6),
+}
+
+
+@pytest.mark.parametrize("mine, other", [*itertools.permutations(ALIKE, 2)])
+def test_vectors_of_one_length(mine, other):
+    """Each part is compared as the environment has it, not as the network sees it."""
+    action = spaces.Discrete(2)
+    spec = make_spec(ALIKE[mine], action)
+    spec.compare(make_spec(ALIKE[mine], action), "no reason")
+    with pytest.raises(ver_ppo.UserError) as caught:
+        spec.compare(make_spec(ALIKE[other], action), "reason")
+    assert str(caught.value) == f"reason: observation obs is {other}, not {mine}"
+    if "float" in mine and "float" in other:
+        actions = [make_spec(ALIKE["Discrete(6)"], ALIKE[name]) for name in (mine, other)]
+        with pytest.raises(ver_ppo.UserError, match="reason: action is "):
+            actions[0].compare(actions[1], "reason")
+
+
+def test_a_part_named_action():
+    """An observation may have it. The action is another thing."""
+    specs = [
+        make_spec(spaces.Dict(action=spaces.Discrete(3)), spaces.Discrete(n)) for n in (2, 3)
+    ]
+    with pytest.raises(ver_ppo.UserError, match=r"action is Discrete\(3\), not Discrete\(2\)"):
+        specs[0].compare(specs[1], "reason")
+
+
+def test_bounds_that_differ():
+    """They may: scenes have different sizes."""
+    low, high = (make_spec(spaces.Box(0, most, (2,)), spaces.Discrete(2)) for most in (1, 100))
+    low.compare(high, "no reason")
+
+
+def test_film_of_another_environment(tmp_path, capsys, parts_run):
+    """`play` compares, too."""
+    args = [str(parts_run), "--trust", "--env-kwargs", "actions=5", "--film", f"{tmp_path}/a.gif"]
+    one_line(capsys, args, "action is Discrete(5), not Discrete(2)", play.main)
 
 
 def test_order_of_parts(tmp_path):
@@ -86,14 +137,16 @@ def test_order_of_parts(tmp_path):
         assert torch.equal(weight, made[1]["policy"][name])
 
 
-def test_environments_that_differ(tmp_path, capsys):
+def test_environments_that_differ(tmp_path, capfd):
     """Environment 2 has one action more: a policy for the first one cannot act there."""
     line = f"--env-id {ENVS}:Unlike-v0 --num-workers"
-    words = "not like the first environment: action is 3 choices, not 2 choices"
+    words = "not like the first environment: action is Discrete(3), not Discrete(2)"
     assert ver_ppo.main(small(tmp_path, *line.split(), "0")) == 2
-    assert words in capsys.readouterr().err
+    assert words in capfd.readouterr().err
     assert ver_ppo.main(small(tmp_path, *line.split(), "1")) == 1
-    assert "died, exit code 1" in capsys.readouterr().err
+    error = capfd.readouterr().err
+    assert error.count(words) == 1 and "Traceback" not in error  # it is not tried again
+    assert "died, exit code 2" in error
 
 
 def test_what_auto_chose_is_saved(tmp_path):
@@ -114,6 +167,10 @@ PACKAGES = {  # what an import does, and the words of the refusal
     "sys.exit('no license')": "(SystemExit: no license): {file}:2: sys.exit('no license')",
     "time.sleep(100)": "gave no answer for 1 s (--env-timeout)",
     "1 / 0": "(ZeroDivisionError: division by zero): {file}:2: 1 / 0",
+    "import importlib; importlib.import_module('no.such')": (
+        "No module named 'no'): {file}:2: import importlib; importlib.import_module('no.such')"
+    ),
+    "import gymnasium; gymnasium.make('No-v0')": "): {file}:2: import gymnasium; gymnasium.make",
     "import no_such_module": "No module named 'no_such_module'): {file}:2: import no_such_module",
     "x = (": "(SyntaxError: '(' was never closed (package.py, line 2)): {file}:2: x = (",
 }
@@ -181,6 +238,7 @@ def test_environment_of_a_notebook(tmp_path, capsys):
 
 SAFE = ["keep", "overlap", "CartPole-v1", "ALE/Pong-v5", "image_size=64", "a.b-c_d/e", ""]
 UNSAFE = ["a:b", "a(b=c)", "selfplay(share=x)", "a b", "a,b", "~/a", "\x1b[2J", "é"]
+UNSAFE += ["a=/b", "a=b/c"]  # files
 
 
 @pytest.mark.parametrize("door", ["wrappers", "extensions", "env_kwargs", "policy", "env_id"])
@@ -202,16 +260,39 @@ def test_text_of_a_file_is_printed_safely(tmp_path, capsys, parts_run):
     """It cannot move the cursor or hide what it says."""
     content = saved(parts_run)
     path = tmp_path / "checkpoint.pt"
-    for change in (
-        {"format": "\x1b[2J12\u202e"},
-        {"policy": content["policy"] | {"\x1b[2J\u202e": torch.zeros(1)}},
-        {"options": content["options"] | {"wrappers": ("\x1b[2J\u202e:X",)}},
+    escaped = "\\x1b[2J"
+    for change, words in (
+        ({"format": "\x1b[2J12\u202e"}, escaped),
+        ({"policy": content["policy"] | {"\x1b[2J\u202e": torch.zeros(1)}}, escaped),
+        ({"options": content["options"] | {"wrappers": ("\x1b[2J\u202e:X",)}}, escaped),
+        ({"options": content["options"] | {"sampler": "\x1b[2J\u202e"}}, "is not a checkpoint"),
     ):
         ver_ppo.write_checkpoint(content | change, path)
         args = ["--checkpoint", str(path), *PARTS.split(), "--eval-episodes", "1"]
-        one_line(capsys, args, "\\x1b[2J")
+        one_line(capsys, args, words)
         assert ver_ppo.main(args) == 2
-        assert "\x1b" not in capsys.readouterr().err and "\u202e" not in capsys.readouterr().err
+        printed = capsys.readouterr()
+        assert not {"\x1b", "\u202e"} & set(printed.err + printed.out)
+
+
+def test_sampler_of_a_file(capsys, tmp_path, parts_run):
+    """It is one of three."""
+    content = saved(parts_run)
+    ver_ppo.write_checkpoint(
+        content | {"options": content["options"] | {"sampler": "fast"}}, tmp_path / "checkpoint.pt"
+    )
+    args = ["--checkpoint", str(tmp_path), *PARTS.split(), "--eval-episodes", "1"]
+    with pytest.warns(UserWarning, match="sampler"):  # tyro's
+        one_line(capsys, args, "--sampler fast: must be ver, nover or sync")
+
+
+def test_extensions_of_an_evaluation(tmp_path):
+    """It has none, so they need not be repeated."""
+    folder = run_here(tmp_path, f"{PARTS} {TWO_UPDATES} --extensions trace(file=trace.json)")
+    args = ["--checkpoint", str(folder), *PARTS.split(), "--eval-episodes", "1"]
+    assert ver_ppo.parse_options(args).extensions == ()
+    with pytest.raises(ver_ppo.UserError, match="--extensions 'trace"):
+        ver_ppo.parse_options(["--resume", str(folder), *PARTS.split()])
 
 
 def test_links_in_a_strangers_folder(tmp_path):
@@ -271,6 +352,34 @@ def test_limit_of_one_answer(tmp_path):
     assert saved(folder)["version"] == 1
 
 
+@pytest.mark.parametrize(
+    "line",
+    ["CartPole-v1 --env-timeout 0.5", f"{ENVS}:Slow-v0 --env-kwargs reset=0.8 --env-timeout 1.2"],
+)
+def test_timing_of_steps(tmp_path, line):
+    """It takes a second, in answers of 0.1 s or of a step."""
+    more = "--num-workers auto --total-timesteps 16 --num-envs 1 --num-steps 16"
+    assert saved(run_here(tmp_path, f"--env-id {line}", *more.split()))["version"] == 1
+
+
+def test_a_long_update_is_no_silence(tmp_path):
+    """An action that is sent after it has the whole --env-timeout."""
+    options = ver_ppo.Options(env_id=f"{ENVS}:Parts-v0", num_envs=2, env_timeout=1.2)
+    spec = ver_ppo.describe_env(replace(options, num_workers=0))
+    io = ver_ppo.EnvIO(spec, 2)
+    with contextlib.closing(ver_ppo.make_workers(options, "train", spec, io)) as workers:
+        answered = []
+        wait_until(lambda: answered.extend(workers.receive(0.05)) or len(answered) == 2)
+        workers.looked_at -= 2  # an update
+        os.kill(workers.processes[0].pid, signal.SIGSTOP)  # a step of half a second
+        workers.send(np.array([0, 1]))
+        until = time.monotonic() + 0.5
+        while time.monotonic() < until:
+            workers.receive(0.05)
+        assert not workers.failed_at
+        os.kill(workers.processes[0].pid, signal.SIGCONT)
+
+
 # ----------------------------------------------------------------------------------- A run's folder
 
 
@@ -284,6 +393,19 @@ def test_folder_of_one_run(tmp_path, capsys):
         before = {path: path.read_bytes() for path in folder.iterdir()}
         one_line(capsys, small(tmp_path, *line, "--seed", "2"), "is in use by a run")
         assert {path: path.read_bytes() for path in folder.iterdir()} == before
+    assert ver_ppo.main(small(tmp_path, *line)) == 0
+
+
+def test_folder_after_a_failure(tmp_path, monkeypatch):
+    """A run that could not begin does not keep its folder."""
+    line = f"{PARTS} {TWO_UPDATES} --resume {tmp_path}".split()
+
+    def fail(*_, **__):
+        raise OSError("no bar")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ver_ppo, "tqdm", fail)
+        assert ver_ppo.main(small(tmp_path, *line)) == 1
     assert ver_ppo.main(small(tmp_path, *line)) == 0
 
 
@@ -301,7 +423,7 @@ def test_folder_that_is_deleted(tmp_path, tmp_path_factory, monkeypatch):
     assert saved(folder)["version"] == 2
 
 
-def test_home_folder(tmp_path, monkeypatch):
+def test_home_folder(tmp_path, capsys, monkeypatch):
     """`~` is the home folder where the shell has not replaced it."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     line = f"{PARTS} {TWO_UPDATES} --runs-dir=~/runs"
@@ -312,6 +434,8 @@ def test_home_folder(tmp_path, monkeypatch):
     assert saved(folder)["step"] == 192
     assert ver_ppo.parse_options(["--checkpoint", name, *PARTS.split()]).num_envs == 4
     assert not list(ROOT.glob("~*"))
+    assert ver_ppo.main(["--checkpoint", "~nosuchuser/x", *PARTS.split()]) == 1
+    assert "there is no such user" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("option", ["--resume", "--checkpoint"])

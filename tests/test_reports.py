@@ -167,10 +167,13 @@ def test_what_is_an_image():
 def test_how_an_observation_is_read(tmp_path, capsys):
     """The first lines of a run say it."""
     run_here(tmp_path, "--env-id tests.envs:Everything-v0 --num-workers 0 --total-timesteps 64")
-    (line,) = [each for each in capsys.readouterr().out.splitlines() if "observation: " in each]
-    assert "camera/rgb: uint8 (24, 20, 3), normalized; " in line
-    assert "room: float32 (4,); " in line and "arm: float32 (6,), normalized; " in line
-    assert "action: 3 x 2 x 4 choices; " in line
+    lines = capsys.readouterr().out.splitlines()
+    (line,) = [each for each in lines if each.startswith("observation: ")]
+    assert "camera/rgb: uint8 (24, 20, 3), channels last, normalized; " in line
+    assert "first: uint8 (3, 36, 40), channels first, normalized; " in line
+    assert "room: Discrete(4, start=2); " in line
+    assert "arm: float64 (2, 3), normalized; " in line
+    assert "action: MultiDiscrete([3 2 4])" in lines
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.float32, np.float64])
@@ -301,8 +304,8 @@ def test_a_film(tmp_path):
     args = [str(folder), "--film", str(film), "--episodes", "1", "--trust"]
     assert play.main(args) == 0
     assert film.stat().st_size > 0
-    policy, options = play.load_policy(folder, trust=True)
+    spec, policy, options = play.load_saved(folder / "checkpoint.pt", trust=True)
     env = ver_ppo.make_env(options, "val")
-    pictures = [*play.frames(env, policy, False, 0, {})]
+    pictures = [*play.frames(env, spec, policy, False, 0, {})]
     assert len(pictures) == 20 and {picture.dtype for picture in pictures} == {np.dtype(np.uint8)}
     assert [picture.max() for picture in pictures] == [*range(0, 200, 10)]

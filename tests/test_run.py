@@ -505,7 +505,12 @@ class Clocks:
         monkeypatch.setattr(ver_ppo.time, "process_time", lambda: self.cpu)
         monkeypatch.setattr(ver_ppo, "run_delay_sec", delay)
         monkeypatch.setattr(ver_ppo, "count_cores", lambda: 2)
-        return ver_ppo.Spec({}, [2, 3], 2, [], *ver_ppo.time_steps(self))
+        calls = ver_ppo.time_steps(self)
+        try:
+            while True:
+                next(calls)
+        except StopIteration as end:
+            return ver_ppo.Spec({}, [2, 3], 2, [], *end.value)
 
 
 @pytest.mark.parametrize(

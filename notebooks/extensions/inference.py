@@ -63,7 +63,11 @@ class InferenceCollector(ver_ppo.Collector):
     def __init__(self, policy, workers, io, spec, options, *more, count, cleanup):
         super().__init__(policy, workers, io, spec, options, *more)
         self.waiting = []  # environments that wait for a free process
-        self.busy = {}  # pipe -> the environments of the batch that it computes, and since when
+        self.busy = {}  # pipe -> the environments of the batch that it computes
+        # seconds for which each has computed it. A gap between two calls of `take_actions` counts
+        # as one second at most, as in ver_ppo.Workers
+        self.busy_sec = {}
+        self.looked_at = time.monotonic()
         self.processes = {}  # by pipe
         cleanup.callback(self.close)
         # tensors that are sent move to shared memory, so all processes see the same weights
@@ -86,7 +90,8 @@ class InferenceCollector(ver_ppo.Collector):
             pipe = self.free.pop()
             env_B = np.array(self.waiting)
             self.waiting = []
-            self.busy[pipe] = env_B, time.monotonic()
+            self.busy[pipe] = env_B
+            self.busy_sec[pipe] = 0.0
             synchronize(self.device)
             with contextlib.suppress(ConnectionError):  # `take_actions` notices
                 pipe.send((self.version, self.greedy, env_B))
@@ -95,10 +100,14 @@ class InferenceCollector(ver_ppo.Collector):
         """Send the actions that the processes have chosen. Raises EnvironmentFailure if one has
         died, or has not answered for --env-timeout."""
         limit_sec = self.options.env_timeout
-        for pipe, (env_B, since) in list(self.busy.items()):
+        now = time.monotonic()
+        passed_sec = min(1.0, now - self.looked_at)
+        self.looked_at = now
+        for pipe, env_B in list(self.busy.items()):
+            self.busy_sec[pipe] += passed_sec
             if not pipe.poll(timeout_sec):
-                if time.monotonic() - since > limit_sec:
-                    reason = f"gave no answer for {limit_sec:.0f} s (--env-timeout)"
+                if self.busy_sec[pipe] > limit_sec:
+                    reason = f"gave no answer for {limit_sec:g} s (--env-timeout)"
                     raise ver_ppo.EnvironmentFailure(f"an inference process {reason}")
                 continue
             try:

@@ -116,11 +116,12 @@ def play(policy, env, seed):
         yield env
 
 
-def frames(env, policy, greedy, seed, metrics):
+def frames(env, spec, policy, greedy, seed, metrics):
     """Play an episode of at most MOST_FRAMES steps, and yield the rendered pictures. At the end,
     the dictionary `metrics` has the episode's metrics. Raises UserError."""
     observation, _ = env.reset(seed=seed)
     agent = Agent(policy, env, greedy)  # after the reset, because Habitat then knows its metrics
+    spec.compare(agent.spec, "the environment is not that of the run")
     for _ in range(MOST_FRAMES):
         picture = np.asarray(env.render())
         if picture.ndim != 3:
@@ -162,7 +163,7 @@ def film(options, wrappers=()):
     if options.film.suffix not in (".gif", ".mp4"):
         raise ver_ppo.UserError(f"--film {options.film}: must end in .gif or .mp4")
     path = options.film.absolute()  # an environment may change the current folder
-    policy, run_options = load_policy(options.run, options.trust)
+    spec, policy, run_options = load_saved(options.run / "checkpoint.pt", options.trust)
     env_kwargs = (*run_options.env_kwargs, "render_mode=rgb_array", *options.env_kwargs)
     wrappers = (*run_options.wrappers, *wrappers)
     run_options = replace(run_options, env_kwargs=env_kwargs, wrappers=wrappers)
@@ -170,7 +171,7 @@ def film(options, wrappers=()):
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
     measured = [{} for _ in range(options.episodes)]
-    how = env, policy, options.greedy
+    how = env, spec, policy, options.greedy
     films = [frames(*how, seed, measured[seed]) for seed in range(options.episodes)]
     with contextlib.closing(env):
         if not options.each:

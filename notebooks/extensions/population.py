@@ -379,7 +379,7 @@ def only_one(options):
         yield
     finally:
         if lock is not None:
-            os.close(lock)
+            lock.close()
 
 
 def check_member(options):

@@ -6,8 +6,8 @@
     python -m notebooks.extensions.series RUN_FOLDER --eval-episodes 100
     python -m notebooks.extensions.series RUN_FOLDER --eval-episodes all
 
-`evaluate` evaluates during training, too, after each update that passes a multiple of 200,000
-steps: `--eval-episodes` episodes, the same each time. Training waits meanwhile. Then it continues
+`evaluate` evaluates during training, too, about every 200,000 steps (with many GPUs, steps of
+each): `--eval-episodes` episodes, the same each time. Training waits meanwhile. Then it continues
 with the random numbers that it would have without the evaluation. TensorBoard shows the means as
 eval/... The environments of training stay in memory, and those of the evaluation have other numbers
 (`number` of ver_ppo.make_env).
@@ -55,7 +55,8 @@ class Keep(ver_ppo.Run):
 
 
 class Evaluate(ver_ppo.Run):
-    """Evaluate during training, too: after each update that passes a multiple of `every` steps."""
+    """Evaluate during training, too: about every `every` steps. With many ranks, these are the
+    steps of one rank."""
 
     every: int = 200_000
 
@@ -68,10 +69,9 @@ class Evaluate(ver_ppo.Run):
 
     def log(self, rollout, logs):
         """As Run.log."""
-        before = self.step
         super().log(rollout, logs)
         at_end = self.step >= self.options.total_timesteps  # where `train` evaluates
-        if self.step // self.every == before // self.every or at_end:
+        if self.version % max(1, round(self.every / self.options.rollout_steps)) or at_end:
             return
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # on this machine
         signals = ver_ppo.caught_signals(self.interrupt)
