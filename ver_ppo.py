@@ -2121,13 +2121,14 @@ class Run:
         )
         size = sum(weight.numel() for weight in self.policy.parameters())
         seen = [
-            f"{key}: {self.spec.parts[f'observation {key}']}{', normalized' if large else ''}"
-            for key, (_, _, large) in self.spec.obs.items()
+            f"{key}: {self.spec.parts.get(f'observation {key}', shape)}"
+            f"{', normalized' if large else ''}"
+            for key, (_, shape, large) in self.spec.obs.items()
         ]
         self.say(
             f"{folder}: {' '.join([options.sampler, *options.extensions])}, {options.num_envs}"
             f" environments, workers: {count_workers(options, self.spec)}, {size:,} parameters on"
-            f" {self.device}\nobservation: {'; '.join(seen)}\naction: {self.spec.parts['action']}"
+            f" {self.device}\nobservation: {'; '.join(seen)}\naction: {self.spec.parts.get('action')}"
         )
 
     def say(self, text):
