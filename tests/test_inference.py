@@ -155,6 +155,12 @@ def test_a_process_hangs(tmp_path, capfd):
     assert nobody_left()
 
 
+def test_a_pause(tmp_path):
+    """Of all processes is not hanging: one second of it counts."""
+    line = "--env-id CartPole-v1 --num-workers 1 --env-timeout 20 --total-timesteps 640"
+    run_here(tmp_path, line, "--extensions", "inference(workers=2)", "tests.test_inference:Pause")
+
+
 def test_a_start_that_fails(tmp_path, capfd):
     """If the environments fail before the collector is there, the processes end, too."""
     line = "--env-id tests.faulty_envs:Late-v0 --num-workers 4"
@@ -185,6 +191,15 @@ class Stop(Kill):
         if self.version == 2:
             self.collector.options = replace(self.options, env_timeout=3.0)
         return super().collect()
+
+
+class Pause(ver_ppo.Run):
+    """A pause while a process chooses actions."""
+
+    def enough(self, rows):
+        if rows == 0:
+            self.collector.looked_at -= 1000
+        return super().enough(rows)
 
 
 def test_refusals(tmp_path, capsys):

@@ -348,6 +348,25 @@ def test_world_size_without_rank(tmp_path, capsys, monkeypatch):
     one_line(capsys, small(tmp_path, *HERE), "RANK expected", ver_multigpu.main)
 
 
+RANKS = {  # torchrun's variables, and the reason of the refusal
+    "RANK=5 WORLD_SIZE=2": "RANK 5 is not below WORLD_SIZE",
+    "RANK=0 WORLD_SIZE=two": "invalid literal",
+    "RANK=1 WORLD_SIZE=2 MASTER_ADDR=nosuchhost.invalid": "nosuchhost.invalid",
+}
+
+
+@pytest.mark.parametrize("variables", RANKS)
+def test_wrong_ranks(tmp_path, capsys, monkeypatch, variables):
+    """By hand, without torchrun: one line, after --rank-timeout at most."""
+    here = f"MASTER_ADDR=127.0.0.1 MASTER_PORT={free_port()} {variables}"
+    for variable in here.split():
+        monkeypatch.setenv(*variable.split("="))
+    store = ver_multigpu.dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), None, True)
+    args = small(tmp_path, *HERE, "--rank-timeout", "2")
+    one_line(capsys, args, RANKS[variables], ver_multigpu.main)
+    del store
+
+
 def test_checkpoints_of_many_ranks(tmp_path, monkeypatch):
     """--checkpoint-interval counts the steps of one rank, so they do not become more frequent."""
     with rank_run(tmp_path, num_envs=2, num_steps=8, checkpoint_interval=64) as run:
