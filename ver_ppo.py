@@ -1332,8 +1332,9 @@ class Spec:
 
     def compare(self, other, reason):
         """Raise UserError, with this reason and the first difference, if an environment has other
-        parts: then a policy for this one cannot act there."""
-        for name in self.parts | other.parts:
+        parts: then a policy for this one cannot act there. (A Spec that was made by hand has none.)
+        """
+        for name in self.parts and self.parts | other.parts:
             mine, others = (each.parts.get(name, "missing") for each in (self, other))
             if mine != others:
                 raise UserError(f"{reason}: {name} is {others}, not {mine}")
@@ -1520,7 +1521,10 @@ class Trial(Environment):
 
     def answer(self):
         """Make one call of the environment: --env-timeout limits each."""
-        found = next(self.calls, None)
+        try:
+            found = next(self.calls, None)
+        except UserError as error:
+            found = error
         if found:
             self.outbox.send(found)
 
@@ -1528,7 +1532,7 @@ class Trial(Environment):
 def try_env(trial):
     """Start a trial's environment, look at its spaces, and take a step as in training. If
     --num-workers is `auto`, also measure the time of some more steps. Yields None after each call
-    of the environment, and at last its Spec or a UserError."""
+    of the environment, and at last its Spec. Raises UserError."""
     options = trial.options
     try:
         # a checkpoint is evaluated: the data of the training may be missing
@@ -1546,11 +1550,10 @@ def try_env(trial):
             step_sec, cpu_sec = yield from time_steps(trial)
             trial.spec = replace(trial.spec, step_sec=step_sec, cpu_sec=cpu_sec)
         yield trial.spec
-    except UserError as error:
-        yield error
+    except UserError:
+        raise
     except (Exception, SystemExit) as error:  # whatever the environment's own code raises
-        reason = f"{first_line(error)}; {places_of(error)[-1]}"
-        yield UserError(f"--env-id {options.env_id}: cannot be used ({reason})")
+        refuse(options, "env_id", f"cannot be used ({first_line(error)}; {places_of(error)[-1]})")
 
 
 def tell_losses(spec, space, observation):
@@ -2128,7 +2131,8 @@ class Run:
         self.say(
             f"{folder}: {' '.join([options.sampler, *options.extensions])}, {options.num_envs}"
             f" environments, workers: {count_workers(options, self.spec)}, {size:,} parameters on"
-            f" {self.device}\nobservation: {'; '.join(seen)}\naction: {self.spec.parts.get('action')}"
+            f" {self.device}\nobservation: {'; '.join(seen)}\n"
+            f"action: {self.spec.parts.get('action')}"
         )
 
     def say(self, text):
@@ -2801,14 +2805,12 @@ def parse_options(argv, kind=Options):
     path = checkpoint_path(given.checkpoint or given.resume)
     if given.resume and not path.exists():
         return given
-    # an evaluation has no extensions
-    unused = {"device", "resume", "checkpoint"} | ({"extensions"} if given.checkpoint else set())
     saved = {
         name: value
         for name, value in load_checkpoint(path)["options"].items()
-        if name in vars(given).keys() - unused
+        if name in vars(given).keys() - {"device", "resume", "checkpoint"}
     }
-    if not "".join(map(str, saved.values())).isprintable():
+    if not "".join(str(value) for name, value in saved.items() if name not in DOORS).isprintable():
         raise UserError(f"{path} is not a checkpoint of this program")
     # the command line again, with the file's options as defaults
     options = tyro.cli(kind, args=argv, default=kind(**saved))

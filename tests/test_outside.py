@@ -145,8 +145,7 @@ def test_environments_that_differ(tmp_path, capfd):
     assert words in capfd.readouterr().err
     assert ver_ppo.main(small(tmp_path, *line.split(), "1")) == 1
     error = capfd.readouterr().err
-    assert error.count(words) == 1 and "Traceback" not in error  # it is not tried again
-    assert "died, exit code 2" in error
+    assert "died, exit code 2" in error and "started again" not in error
 
 
 def test_what_auto_chose_is_saved(tmp_path):
@@ -284,15 +283,6 @@ def test_sampler_of_a_file(capsys, tmp_path, parts_run):
     args = ["--checkpoint", str(tmp_path), *PARTS.split(), "--eval-episodes", "1"]
     with pytest.warns(UserWarning, match="sampler"):  # tyro's
         one_line(capsys, args, "--sampler fast: must be ver, nover or sync")
-
-
-def test_extensions_of_an_evaluation(tmp_path):
-    """It has none, so they need not be repeated."""
-    folder = run_here(tmp_path, f"{PARTS} {TWO_UPDATES} --extensions trace(file=trace.json)")
-    args = ["--checkpoint", str(folder), *PARTS.split(), "--eval-episodes", "1"]
-    assert ver_ppo.parse_options(args).extensions == ()
-    with pytest.raises(ver_ppo.UserError, match="--extensions 'trace"):
-        ver_ppo.parse_options(["--resume", str(folder), *PARTS.split()])
 
 
 def test_links_in_a_strangers_folder(tmp_path):
