@@ -325,7 +325,7 @@ FEWER_STEPS = {  # of training in these notebooks, where their checks do not ask
     "09_bug_hunt": {"UPDATES = 40": "UPDATES = 4"},
     "10_train_pointnav": {
         # with --num-workers 0, all runs learn the same: the notebook's checks are free of chance
-        "--total-timesteps 25000 {latency}": "--total-timesteps 25000 --num-workers 0 {latency}",
+        "--total-timesteps 25000 {latency}": "--total-timesteps 13000 --num-workers 0 {latency}",
         "latency(mean_ms=10,": "latency(mean_ms=0.1,",
         "ROLLOUTS = 40": "ROLLOUTS = 10",
     },

@@ -139,8 +139,12 @@ class Duel(gym.Env):
         y, x = np.ogrid[:size, :size]
 
         def dot(point_2, radius_m, color):
-            near_HW = np.hypot(x - point_2[0] * PIXELS_M, y - point_2[1] * PIXELS_M)
-            image[near_HW <= radius_m * PIXELS_M] = color
+            center_2 = point_2 * PIXELS_M
+            radius = radius_m * PIXELS_M
+            x0, y0 = np.maximum(0, center_2 - radius).astype(int)
+            x1, y1 = (center_2 + radius).astype(int) + 1
+            near_HW = np.hypot(x[:, x0:x1] - center_2[0], y[y0:y1] - center_2[1]) <= radius
+            image[y0:y1, x0:x1][near_HW] = color
 
         for box in self.plan.boxes_K4:
             x0, y0, x1, y1 = np.maximum(0, box * PIXELS_M).astype(int)
