@@ -312,6 +312,9 @@ FEWER_STEPS = {  # of training in these notebooks, where their checks do not ask
         "Pick-v0 --total-timesteps 16000 {arm}": "Pick-v0 --total-timesteps 4096 {arm}",
         "Place-v0 --total-timesteps 30000 {arm}": "Place-v0 --total-timesteps 4096 {arm}",
         "pointnav --total-timesteps 30000 {camera}": "pointnav --total-timesteps 4096 {camera}",
+        "for flat in range(100):\n        env = chain.begin(1000 + flat, far_m": (
+            "for flat in range(20):\n        env = chain.begin(1000 + flat, far_m"
+        ),
     },
     "01_straggler_effect": {"updates=32)": "updates=12)"},
     "05_does_it_pay": {
