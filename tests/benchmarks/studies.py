@@ -42,7 +42,7 @@ FLATS = Task(
     "small and large flats",
     SUCCESS,
     "--env-id kinds:Flats-v0 --env-kwargs image_size=32 {} "
-    f"{OF_ALL} {EVEN} --total-timesteps 100000",
+    f"{OF_ALL} {EVEN} --total-timesteps 200000",
     CLOCKED.format(20, 0.5, 0, 0.8, 0.4),
 )
 CUES = Task(
