@@ -450,11 +450,9 @@ OF_FILES = {  # name: what makes the table, of which files
     "gpu": (gpu_table, "gpu"),
     "uneven": (uneven_table, "uneven"),
     "mutants": (mutants_table, "mutants"),
-}
-STUDIES = {  # the same; no page has a place for them yet
     "parts": (parts_table, "parts"),
-    "weights": (weights_table, "weights"),
 }
+STUDIES = {"weights": (weights_table, "weights")}  # the same; no page has a place for it yet
 LEARNED = {
     "learned": readme_table,
     "learned-more": lambda: tasks_table([task for task in learn.TASKS if task not in IN_README]),
@@ -531,7 +529,6 @@ def draw_pictures():
         "minutes": draw.minutes_curves(draw.load_result("minutes")["found"]),
         "population": draw.evolution(decisions),
         "parts": parts_figure("small"),
-        "parts-pointnav": parts_figure("pointnav"),
     }
     for name, figure in figures.items():
         figure.savefig(PICTURES / f"{name}.png", dpi=90)
