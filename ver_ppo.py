@@ -1494,11 +1494,7 @@ def describe_env(options):
             while not answer.poll():
                 workers.send(np.array(workers.receive(0.05), int))
         except EnvironmentFailure as error:
-            refuse(
-                options,
-                "env_id",
-                f"cannot be used ({error}); see its output above",
-            )
+            refuse(options, "env_id", f"cannot be used ({error}); see its output above")
         found = answer.recv()  # before the worker ends: it may still be writing
     os.chdir(folder)  # some environments change it
     if isinstance(found, UserError):
@@ -1562,10 +1558,10 @@ def tell_losses(spec, space, observation):
         if key not in spec.obs:
             print(f"observation {key!r} is left out: {below} holds neither numbers nor choices")
         # a time or a coordinate, for example
-        elif isinstance(below, spaces.Box) and np.abs(np.asarray(part)).max() > 1e6:
+        elif isinstance(below, spaces.Box) and (largest := np.abs(np.asarray(part)).max()) > 1e6:
             print(
                 f"observation {key!r} is large: as float32, numbers that differ by less than"
-                f" {np.spacing(np.float32(np.abs(np.asarray(part)).max())):.3g} are equal"
+                f" {np.spacing(np.float32(largest)):.3g} are equal"
             )
 
 
@@ -2256,16 +2252,13 @@ class Run:
             self.say(f"no episode has ended in {self.step:,} steps; {TIME_LIMIT_ADVICE}")
         self.bar.update(max(0, self.step - self.bar.n))
         self.write_scalars(logs)
-        if self.checkpoint_due:
+        if self.is_due_every(self.options.checkpoint_interval):
             self.save()
 
-    @property
-    def checkpoint_due(self):
-        """Whether a checkpoint is written after this update: every --checkpoint-interval steps of
-        one process. (Counted over many ranks, they would soon be due after every update.)"""
-        return not self.version % max(
-            1, round(self.options.checkpoint_interval / self.options.rollout_steps)
-        )
+    def is_due_every(self, steps):
+        """Whether what happens about every so many steps of one process happens after this update.
+        (Counted over many ranks, it would soon be due after every update.)"""
+        return not self.version % max(1, round(steps / self.options.rollout_steps))
 
     def summarize(self, rollout):
         """What to log of a rollout from which the policy has learned: how good the values were, how

@@ -373,7 +373,7 @@ def test_checkpoints_of_many_ranks(tmp_path, monkeypatch):
         run.step = 10**6  # of many ranks
         due = []
         for run.version in range(1, 13):
-            due.append(run.checkpoint_due)
+            due.append(run.is_due_every(run.options.checkpoint_interval))
     assert [k for k, each in enumerate(due, 1) if each] == [4, 8, 12]
 
 

@@ -314,14 +314,21 @@ def test_links_in_a_strangers_folder(tmp_path):
 # --------------------------------------------------------------------------------------------- Time
 
 
-def test_pause_of_all_processes():
-    """A cluster suspends a job: the time in which this process did not run is no silence."""
-    options = ver_ppo.Options(env_id=f"{ENVS}:Parts-v0", num_envs=2, env_timeout=5.0)
+@contextlib.contextmanager
+def started_workers(env_timeout):
+    """Workers of two environments, which have both answered for the first time."""
+    options = ver_ppo.Options(env_id=f"{ENVS}:Parts-v0", num_envs=2, env_timeout=env_timeout)
     spec = ver_ppo.describe_env(replace(options, num_workers=0))
     io = ver_ppo.EnvIO(spec, 2)
     with contextlib.closing(ver_ppo.make_workers(options, "train", spec, io)) as workers:
         answered = []
         wait_until(lambda: answered.extend(workers.receive(0.05)) or len(answered) == 2)
+        yield workers
+
+
+def test_pause_of_all_processes():
+    """A cluster suspends a job: the time in which this process did not run is no silence."""
+    with started_workers(env_timeout=5.0) as workers:
         workers.asked_N[0] = True  # it owes an answer, and does not give it
         for _ in range(4):
             workers.looked_at -= 1000  # a pause
@@ -352,14 +359,9 @@ def test_timing_of_steps(tmp_path, line):
     assert saved(run_here(tmp_path, f"--env-id {line}", *more.split()))["version"] == 1
 
 
-def test_a_long_update_is_no_silence(tmp_path):
+def test_a_long_update_is_no_silence():
     """An action that is sent after it has the whole --env-timeout."""
-    options = ver_ppo.Options(env_id=f"{ENVS}:Parts-v0", num_envs=2, env_timeout=1.2)
-    spec = ver_ppo.describe_env(replace(options, num_workers=0))
-    io = ver_ppo.EnvIO(spec, 2)
-    with contextlib.closing(ver_ppo.make_workers(options, "train", spec, io)) as workers:
-        answered = []
-        wait_until(lambda: answered.extend(workers.receive(0.05)) or len(answered) == 2)
+    with started_workers(env_timeout=1.2) as workers:
         workers.looked_at -= 2  # an update
         os.kill(workers.processes[0].pid, signal.SIGSTOP)  # a step of half a second
         workers.send(np.array([0, 1]))

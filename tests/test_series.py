@@ -69,10 +69,10 @@ def test_refusals(tmp_path, capsys):
 
 
 def test_evaluations_during_training(tmp_path):
-    """Training evaluates about every 130 steps, after each second update of 64 steps. (The last
+    """Training evaluates about every 100 steps, after each second update of 64 steps. (The last
     update is followed by the usual evaluation.) What it learns is the same."""
     plain = run_here(tmp_path / "plain", LINE)
-    line = f"{LINE} --eval-episodes 3 --extensions evaluate(every=130)"
+    line = f"{LINE} --eval-episodes 3 --extensions evaluate(every=100)"
     folder = run_here(tmp_path / "evaluated", line)
     assert list(logged(folder, "eval/return")) == [128, 256, 320]
     assert logged(folder, "eval/length")[128] >= 8  # of CartPole, at least

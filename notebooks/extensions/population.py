@@ -252,7 +252,7 @@ class MemberRun(ver_multigpu.RankRun):
         score = mean_score(self.recent, self.column)
         if score is not None:
             self.best = max(self.best, score)
-        if not self.checkpoint_due:
+        if not self.is_due_every(self.options.checkpoint_interval):
             return
         own = publish_and_decide(self) if self.ranks.rank == 0 else None
         (evolved, *_), signal_R = zip(*self.ranks.gather((own, self.signal)))

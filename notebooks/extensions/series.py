@@ -71,7 +71,7 @@ class Evaluate(ver_ppo.Run):
         """As Run.log."""
         super().log(rollout, logs)
         at_end = self.step >= self.options.total_timesteps  # where `train` evaluates
-        if self.version % max(1, round(self.every / self.options.rollout_steps)) or at_end:
+        if at_end or not self.is_due_every(self.every):
             return
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # on this machine
         signals = ver_ppo.caught_signals(self.interrupt)

@@ -528,20 +528,19 @@ def draw_pictures():
         "chain": draw.chain_and_distance(draw.load_result("rearrange")),
         "minutes": draw.minutes_curves(draw.load_result("minutes")["found"]),
         "population": draw.evolution(decisions),
-        "parts": parts_figure("small"),
+        "parts": parts_figure(),
     }
     for name, figure in figures.items():
         figure.savefig(PICTURES / f"{name}.png", dpi=90)
 
 
-def parts_figure(where):
-    """Draw the training with and without each part, in its small task or in PointNav."""
+def parts_figure():
+    """Draw the training with and without each part, in its small task."""
     found = draw.load_result("parts")["found"]
     panels = {}
     for key, part in studies.PARTS.items():
-        name = part.small if where == "small" else where
-        _, tag = studies.TASKS[name].measure
-        runs = found.get(name, {})
+        _, tag = studies.TASKS[part.small].measure
+        runs = found.get(part.small, {})
         both = runs.get(studies.CRASHING if part.crashes else "full", []), runs.get(key, [])
         panels[textwrap.fill(f"{part.part}: {part.without}", 40)] = tag, both
     return draw.parts_panels(panels)
