@@ -304,16 +304,20 @@ def my_preemption(step_sec_2, most, learning_sec):
 
 FEWER_STEPS = {  # of training in these notebooks, where their checks do not ask for more
     "14_transfer": {
-        "--total-timesteps 25000": "--total-timesteps 4096",
-        "--total-timesteps 8192": "--total-timesteps 2048",
+        "--total-timesteps 25000": "--total-timesteps 2048",
+        "--total-timesteps 8192": "--total-timesteps 1024",
     },
-    "11_population": {"STEPS = 16_896": "STEPS = 9_216"},
+    "11_population": {"STEPS = 16_896": "STEPS = 6_144"},
     "12_chained_skills": {
-        "Pick-v0 --total-timesteps 16000 {arm}": "Pick-v0 --total-timesteps 4096 {arm}",
-        "Place-v0 --total-timesteps 30000 {arm}": "Place-v0 --total-timesteps 4096 {arm}",
-        "pointnav --total-timesteps 30000 {camera}": "pointnav --total-timesteps 4096 {camera}",
+        "Pick-v0 --total-timesteps 16000 {arm}": "Pick-v0 --total-timesteps 2048 {arm}",
+        "Place-v0 --total-timesteps 30000 {arm}": "Place-v0 --total-timesteps 2048 {arm}",
+        "pointnav --total-timesteps 30000 {camera}": "pointnav --total-timesteps 2048 {camera}",
+        "for flat in range(20)": "for flat in range(8)",
+        "for flat in range(100):\n    env = chain.begin(flat": (
+            "for flat in range(20):\n    env = chain.begin(flat"
+        ),
         "for flat in range(100):\n        env = chain.begin(1000 + flat, far_m": (
-            "for flat in range(20):\n        env = chain.begin(1000 + flat, far_m"
+            "for flat in range(8):\n        env = chain.begin(1000 + flat, far_m"
         ),
     },
     "01_straggler_effect": {"updates=32)": "updates=12)"},
@@ -325,13 +329,14 @@ FEWER_STEPS = {  # of training in these notebooks, where their checks do not ask
         "--total-timesteps 800": "--total-timesteps 500",
     },
     "08_language_models": {"range(30)": "range(3)"},
-    "09_bug_hunt": {"UPDATES = 40": "UPDATES = 4"},
+    "09_bug_hunt": {"UPDATES = 40": "UPDATES = 2", "range(1, 9)": "range(1, 5)"},
     "10_train_pointnav": {
         # with --num-workers 0, all runs learn the same: the notebook's checks are free of chance
-        "--total-timesteps 25000 {latency}": "--total-timesteps 13000 --num-workers 0 {latency}",
+        "--total-timesteps 25000 {latency}": "--total-timesteps 9000 --num-workers 0 {latency}",
         "latency(mean_ms=10,": "latency(mean_ms=0.1,",
         "ROLLOUTS = 40": "ROLLOUTS = 10",
     },
+    "15_selfplay": {"games=300": "games=100", "games=200": "games=80"},
 }
 
 
