@@ -1,0 +1,528 @@
+"""Will VER pay on my simulator? Watch it, try the samplers, and recommend a command.
+
+    python -m notebooks.extensions.advise --env-id MY_ENV
+    python -m notebooks.extensions.advise --env-id MY_ENV --cores 16 --ranks 4
+
+The options are those of ver_ppo.py. It takes about three minutes, writes no files, and prints
+
+- how the simulator behaves: the time of a step, and how uneven it is
+- a table of short trainings, one after the other, with each sampler and two numbers of workers
+- a command, why, and how long a million steps take with it
+- with --cores or --ranks, what the shipped collector would reach on such a machine. This is
+  computed. The column `computed` has the same computation for this machine, so it shows how far to
+  trust it.
+
+In the computation, a worker steps its environments one after the other, with the durations that
+were watched. A step needs a core for a part of its time, and waits for the rest. All processes that
+need a core at the same moment get equal shares of the cores.
+"""
+
+import contextlib
+import itertools
+import shlex
+import sys
+import time
+from collections import deque
+from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
+
+import numpy as np
+from tqdm import tqdm
+
+import ver_ppo
+from notebooks.extensions.virtual_clock import IdlePolicy, VirtualWorkers, build
+
+WATCHED = 8  # environments, at most
+WORTH = 1.05  # a command that is faster by less than this is not worth its options
+SIMULATED = 10_000  # steps of each computation, about
+FEWEST_STEPS = 4  # T of a short training
+SAMPLERS = "sync", "nover", "ver"  # that can be computed
+BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} s"
+
+
+@dataclass(frozen=True)
+class Options(ver_ppo.Options):
+    """Watch a simulator, try the samplers on it, and recommend a command."""
+
+    minutes: float = 3.0  # that this may take, about
+    cores: int | None = None  # also compute what a machine with so many CPU cores would reach
+    ranks: int = 1  # that share these cores, each with a GPU of its own
+
+
+class Bar(tqdm):
+    """A progress bar of seconds."""
+
+    def __init__(self, minutes):
+        super().__init__(total=round(60 * minutes), bar_format=BAR)
+
+    def tick(self):
+        """Show how much time has passed."""
+        self.update(min(self.total, round(time.time() - self.start_t)) - self.n)
+
+    def is_full(self):
+        """Whether the time is over."""
+        return self.n == self.total
+
+    def say(self, text):
+        """Show what is being done."""
+        self.set_description(text)
+        self.tick()
+
+
+# ---------------------------------------------------------------------------------------- Watching
+
+
+class Behaviour(NamedTuple):
+    """How a simulator behaves.
+
+    sec_E           for each environment that was watched, the seconds of its steps, resets included
+    resets_E        for each of them, which of its steps include a reset
+    cpu_share       the share of a step in which it keeps a core busy
+    overhead_sec    what a worker spends on each step beside the simulator"""
+
+    sec_E: list
+    resets_E: list
+    cpu_share: float
+    overhead_sec: float
+
+    @property
+    def step_sec(self):
+        """The mean seconds of a step, resets included."""
+        return np.concatenate(self.sec_E).mean()
+
+    def describe(self):
+        """What a reader wants to know of the simulator, as lines."""
+        sec_S = np.concatenate(self.sec_E)
+        resets_S = np.concatenate(self.resets_E)
+        plain_E = [np.log(sec[~reset]) for sec, reset in zip(self.sec_E, self.resets_E)]
+        within = np.sqrt(np.mean([log_S.var() for log_S in plain_E if len(log_S)]))
+        between = np.std([np.log(sec.mean()) for sec in self.sec_E])
+        longest_sec = np.sort(sec_S)[-len(sec_S) // 100 :]  # the longest percent
+        return [
+            f"a step: {1000 * sec_S.mean():.3g} ms on average, {self.cpu_share:.0%} of it on a CPU;"
+            f" median {1000 * np.median(sec_S):.3g} ms, longest {1000 * sec_S.max():.3g} ms",
+            f"uneven steps: deviation {sec_S.std() / sec_S.mean():.2f} times the mean; sigma"
+            f" {within:.2f} within an environment (without resets), {between:.2f} between"
+            f" {len(self.sec_E)} environments",
+            f"rare steps: {resets_S.mean():.1%} of them include a reset, and take"
+            f" {sec_S[resets_S].sum() / sec_S.sum():.0%} of the time; the longest 1 % take"
+            f" {longest_sec.sum() / sec_S.sum():.0%}",
+        ]
+
+
+def watch(options, spec, seconds, look):
+    """Let a few environments act at random for some seconds, in one worker and one at a time, so
+    that nothing else needs a core. Returns their Behaviour."""
+    rng = np.random.default_rng(0)
+    options = replace(options, num_envs=min(options.num_envs, WATCHED), num_workers=1)
+    io = ver_ppo.EnvIO(spec, options.num_envs)
+    found = [[] for _ in range(options.num_envs)]
+    with contextlib.closing(ver_ppo.make_workers(options, "train", spec, io)) as workers:
+        starting = options.num_envs
+        while starting:
+            starting -= len(workers.receive(0.05))
+            look()
+        began_at = time.perf_counter()
+        for e in itertools.cycle(range(options.num_envs)):
+            if time.perf_counter() - began_at > seconds and found[-1]:
+                break
+            if spec.choices:
+                io["action"][e] = rng.integers(spec.choices)
+            else:
+                io["action"][e] = rng.uniform(-1, 1, spec.action_dims)
+            workers.send(np.array([e]))
+            while not workers.receive(0.05):
+                look()
+            found[e].append((io["step_sec"][e], io["first"][e]))
+        passed_sec = time.perf_counter() - began_at
+    sec_E = [np.array([sec for sec, _ in steps]) for steps in found]
+    resets_E = [np.array([first for _, first in steps]) for steps in found]
+    steps = sum(map(len, sec_E))
+    overhead_sec = max(0.0, passed_sec - sum(map(np.sum, sec_E))) / steps
+    cpu_share = min(1.0, spec.cpu_sec / spec.step_sec)
+    return Behaviour(sec_E, resets_E, cpu_share, overhead_sec)
+
+
+# ----------------------------------------------------------------------------------------- Trying
+
+
+class Tried(ver_ppo.Run):
+    """A training of some seconds, which writes no files."""
+
+    writes = False
+
+    def begin(self, seconds, tick):
+        """Prepare a training of so many seconds. `tick` is called in every pass."""
+        self.until = time.perf_counter() + seconds
+        self.tick = tick
+        self.cycles = []  # of each update: steps, seconds, and those of them in each phase
+
+    def look(self, rows):
+        """As Run.look."""
+        self.tick()
+        return super().look(rows)
+
+    def log(self, rollout, logs):
+        """As Run.log. Ends the training when its time is over."""
+        super().log(rollout, logs)
+        cycle_sec, rollout_sec, learning_sec = (
+            logs[f"time/{name}_sec"] for name in ("cycle", "rollout", "learning")
+        )
+        spent_sec = rollout_sec, rollout.waited_sec, learning_sec
+        self.cycles.append((rollout.rows, cycle_sec, *spent_sec))
+        # the first cycle, in which the environments start, does not count
+        if len(self.cycles) > 1 and time.perf_counter() > self.until:
+            self.options = replace(self.options, total_timesteps=self.step)
+
+
+class Row(NamedTuple):
+    """A short training: steps per second, the shares of waiting for environments, inference and
+    learning, and the seconds of learning for each step."""
+
+    sampler: str
+    workers: int
+    rate: float
+    shares: tuple
+    learning_sec: float
+
+
+def try_one(run, options, seconds, tick):
+    """Train with these options, from the same weights as before. Returns a Row."""
+    before = run.options
+    weights = {name: part.clone() for name, part in run.policy.state_dict().items()}
+    run.options = options
+    run.begin(seconds, tick)
+    try:
+        ver_ppo.train(run)
+    finally:
+        run.options = before
+        run.policy.load_state_dict(weights)
+        run.optimizer = run.make_optimizer()
+    counted = np.array(run.cycles[1:])
+    steps, cycle_sec, rollout_sec, waited_sec, learning_sec = counted.sum(axis=0)
+    spent_sec = np.array([waited_sec, rollout_sec - waited_sec, learning_sec])
+    shares = tuple(spent_sec / cycle_sec)
+    rate, learning_sec = steps / cycle_sec, learning_sec / steps
+    return Row(options.sampler, options.num_workers, rate, shares, learning_sec)
+
+
+# -------------------------------------------------------------------------------------- Computing
+
+
+class Machine(VirtualWorkers):
+    """Workers that share the cores of a machine, in simulated time. Worker w has the environments
+    w, w + W, and so on, and steps them one after the other."""
+
+    def __init__(self, num_envs, num_workers, cores, duration, cpu_share, batch_sec, row_sec):
+        """`duration(e, step)` is in seconds. The process that collects needs a core, too:
+        `batch_sec` for each batch of actions, and `row_sec` for each of its rows."""
+        super().__init__(num_envs, duration)
+        self.cores = cores
+        self.cpu_share = cpu_share
+        self.batch_sec = batch_sec
+        self.row_sec = row_sec
+        self.queues = [deque() for _ in range(num_workers)]
+        self.stepping = [None] * num_workers  # the environment that each worker steps now
+        self.cpu_sec_W = np.zeros(num_workers)  # what is left of its step: on a core ...
+        self.wait_sec_W = np.zeros(num_workers)  # ... and waiting, afterwards
+        self.own_sec = 0.0  # what is left of the collecting process's own work
+        self.answered = []
+
+    def send(self, env_B):
+        self.work(self.batch_sec + self.row_sec * len(env_B))
+        for e in env_B.tolist():
+            self.queues[e % len(self.queues)].append(e)
+
+    def receive(self, timeout_sec):
+        starts = super().receive(0)
+        while timeout_sec > 0 and not starts and not self.answered:
+            self.pass_time()
+        answered = starts + self.answered
+        self.answered = []
+        return answered
+
+    def work(self, seconds):
+        """Let the process that collects keep a core busy for so many seconds."""
+        self.own_sec = seconds
+        while self.own_sec > 1e-12:
+            self.pass_time()
+
+    def pass_time(self):
+        """Let time pass until a process has done a part of its work."""
+        for worker, queue in enumerate(self.queues):
+            if self.stepping[worker] is None and queue:
+                e = self.stepping[worker] = queue.popleft()
+                took = self.duration(e, self.steps_N[e])
+                self.cpu_sec_W[worker] = took * self.cpu_share
+                self.wait_sec_W[worker] = took * (1 - self.cpu_share)
+        on_core_W = self.cpu_sec_W > 1e-12
+        waits_W = (self.wait_sec_W > 1e-12) & ~on_core_W
+        ready = on_core_W.sum() + (self.own_sec > 1e-12)
+        speed = min(1.0, self.cores / max(1, ready))  # of each that is ready
+        left = [*(self.cpu_sec_W[on_core_W] / speed), *self.wait_sec_W[waits_W]]
+        if self.own_sec > 1e-12:
+            left.append(self.own_sec / speed)
+        sec = min(left)
+        self.now += sec
+        self.cpu_sec_W[on_core_W] -= sec * speed
+        self.wait_sec_W[waits_W] -= sec
+        self.own_sec -= sec * speed
+        done_W = (self.cpu_sec_W <= 1e-12) & (self.wait_sec_W <= 1e-12)
+        for worker in np.flatnonzero(done_W):
+            e = self.stepping[worker]
+            if e is not None:
+                self.stepping[worker] = None
+                self.answer(e)
+                self.answered.append(e)
+
+
+class Instant:
+    """Workers whose environments answer at once, `count` at a time."""
+
+    def __init__(self, num_envs, count):
+        self.ready = deque(range(num_envs))
+        self.count = count
+
+    def send(self, env_B):
+        self.ready.extend(env_B.tolist())
+
+    def receive(self, timeout_sec):
+        return [self.ready.popleft() for _ in range(min(self.count, len(self.ready)))]
+
+
+class Costs(NamedTuple):
+    """Seconds of the process that collects and learns: for a batch of actions, for each of its
+    rows, and of learning for each step."""
+
+    batch_sec: float
+    row_sec: float
+    learning_sec: float
+
+
+def inference_costs(run):
+    """Seconds that the shipped collector needs for a batch of actions, and for each of its rows.
+    Measured with the run's policy, in batches of 1 and of N."""
+    num_envs = run.options.num_envs
+    options = replace(run.options, sampler="ver")
+    size = 4 * num_envs, num_envs, run.policy.state_shape, run.device
+    rollout = ver_ppo.Rollout(run.spec, *size)
+    row_sec = {}
+    for count in (1, num_envs):
+        io = ver_ppo.EnvIO(run.spec, num_envs)
+        collector = ver_ppo.Collector(
+            run.policy, Instant(num_envs, count), io, run.spec, options, lambda rows: False
+        )
+        collector.collect(rollout)  # the first one is slower
+        took = []
+        for _ in range(3):
+            collector.collect(rollout)
+            took.append(rollout.ended_at - rollout.started_at)
+        row_sec[count] = np.median(took) / rollout.capacity
+    # a batch of B rows takes batch_sec + B row_sec
+    saved_sec = max(0.0, row_sec[1] - row_sec[num_envs])
+    batch_sec = saved_sec / max(1 - 1 / num_envs, 0.5)
+    return batch_sec, max(0.0, row_sec[1] - batch_sec)
+
+
+def cycle_seconds(behaviour, costs, sampler, size, num_workers, cores, seed):
+    """Seconds of each cycle, computed. `size` is N and T."""
+    num_envs, num_steps = size
+    rng = np.random.default_rng(seed)
+    # environment e repeats what was watched of one, from a step of its own
+    sec_E = [sec + behaviour.overhead_sec for sec in behaviour.sec_E]
+    begin_N = rng.integers(0, 2**31, num_envs)
+
+    def duration(e, step):
+        sec = sec_E[e % len(sec_E)]
+        return sec[(begin_N[e] + step) % len(sec)]
+
+    own_sec = costs.batch_sec, costs.row_sec
+    machine = Machine(num_envs, num_workers, cores, duration, behaviour.cpu_share, *own_sec)
+    _, rollout, collector = build(machine, num_envs, num_steps, IdlePolicy, sampler)
+    ended_at = [0.0]
+    for _ in range(1 + max(2, SIMULATED // rollout.capacity)):
+        collector.collect(rollout)
+        machine.work(costs.learning_sec * rollout.capacity)
+        ended_at.append(machine.now)
+    return np.diff(ended_at)[1:]  # in the first one, all begin at once
+
+
+def compute(behaviour, costs, sampler, size, num_workers, cores, ranks=1):
+    """Steps per second of a machine, computed. Its ranks share the cores, and each update waits for
+    the slowest rank."""
+    how = behaviour, costs, sampler, size, num_workers, cores / ranks
+    sec_RU = [cycle_seconds(*how, seed) for seed in range(ranks)]
+    return ranks * np.prod(size) / np.max(sec_RU, axis=0).mean()
+
+
+# --------------------------------------------------------------------------------------- Advising
+
+
+def command_of(options):
+    """The command that trains with these options."""
+    words = ["python ver_ppo.py"]
+    for field in fields(ver_ppo.Options):
+        value = getattr(options, field.name)
+        name = field.name.replace("_", "-")
+        if value == field.default:
+            continue
+        if isinstance(value, bool):
+            words.append(f"--{name}" if value else f"--no-{name}")
+        else:
+            several = value if isinstance(value, tuple) else (value,)
+            words.append(f"--{name} {shlex.join(map(str, several))}")
+    return " ".join(words)
+
+
+def recommend(rows, usual):
+    """The row to use, and why. It is the simplest one that is not clearly slower than the fastest
+    one. `usual` is the number of workers that `auto` chooses."""
+    # from the simplest one on
+    names = "ver", "nover", "sync", "ver+overlap"
+    order = sorted(rows, key=lambda row: (names.index(row.sampler), row.workers != usual))
+    best = max(row.rate for row in rows)
+    chosen = next(row for row in order if row.rate * WORTH >= best)
+    fastest = {row.sampler: row for row in sorted(rows, key=lambda row: row.rate)}
+    waits = [f"{fastest[name].shares[0]:.0%} with {name}" for name in SAMPLERS]
+    beside = [
+        f"{chosen.rate / fastest[name].rate:.2f} times as fast as {name}"
+        for name in ("sync", "nover")
+        if name != chosen.sampler
+    ]
+    reasons = [
+        f"Measured here, it is {' and '.join(beside)}.",
+        f"The share of time in which training waits for environments is {', '.join(waits)}.",
+    ]
+    gained = {name: fastest["ver"].rate / fastest[name].rate for name in ("sync", "nover")}
+    if gained["sync"] < WORTH:
+        reasons.append("VER gains nothing here: sync is as fast, and can be repeated exactly.")
+    elif gained["nover"] < WORTH:
+        reasons.append("VER gains nothing over nover here.")
+    return chosen, " ".join(reasons)
+
+
+def check(options):
+    """Raises UserError for options that make no sense here."""
+    for name in ("minutes", "cores", "ranks"):
+        value = getattr(options, name)
+        if value is not None and not value > 0:
+            ver_ppo.refuse(options, name, "must be a positive number")
+    if options.num_workers == 0:
+        ver_ppo.refuse(options, "num_workers", "worker processes are tried here")
+    if options.extensions:
+        ver_ppo.refuse(options, "extensions", "are not tried here, but `overlap` is")
+
+
+def allot(run, seconds, num_workers, step_sec):
+    """Shorten the rollouts, so that a training of so many seconds makes a few of them."""
+    options = run.options
+    collected = seconds / 4 * num_workers / step_sec  # about, in a quarter of this time
+    fitting = max(FEWEST_STEPS, round(collected / options.num_envs))
+    num_steps = min(options.num_steps, fitting)
+    run.options = replace(options, num_steps=num_steps)
+    size = run.options.rollout_steps, options.num_envs, run.policy.state_shape
+    run.rollout = ver_ppo.Rollout(run.spec, *size, run.device)
+
+
+def choose_tries(options, usual):
+    """What is tried, in this order: pairs of a sampler and a number of workers."""
+    tries = [(sampler, usual) for sampler in (*SAMPLERS, "ver+overlap")]
+    more = min(2 * usual, options.num_envs)
+    other = more if more > usual else usual // 2
+    return tries + [(sampler, other) for sampler in reversed(SAMPLERS) if other]
+
+
+def try_all(run, tries, seconds, bar):
+    """Make these short trainings. Returns their Rows. If time is over, only the first three are
+    made: one with each sampler."""
+    rows = []
+    for sampler, workers in tries:
+        bar.say(f"trying {sampler} with {workers} workers")
+        if bar.is_full() and len(rows) >= len(SAMPLERS):
+            bar.write(f"{sampler} with {workers} workers is not tried: starts take too long")
+            continue
+        name, *more = sampler.split("+")
+        options = replace(run.options, sampler=name, num_workers=workers, extensions=tuple(more))
+        own = ver_ppo.extend(Tried, options)(options) if more else run
+        rows.append(try_one(own, options, seconds, bar.tick)._replace(sampler=sampler))
+    return rows
+
+
+def launch(options):
+    """Watch, try, compute and advise. Raises UserError and EnvironmentFailure."""
+    ver_ppo.check_options(options)
+    check(options)
+    cores = ver_ppo.count_cores()
+    with Bar(options.minutes) as bar:
+        bar.say("watching the simulator")
+        endless = {"total_timesteps": 10**12, "eval_episodes": 0, "num_workers": "auto"}
+        run = Tried(replace(options, **endless))
+        usual = ver_ppo.count_workers(options, run.spec)
+        tries = choose_tries(options, usual)
+        # as much time for watching, and for computing
+        seconds = 60 * options.minutes / (len(tries) + 2)
+        behaviour = watch(run.options, run.spec, seconds, bar.tick)
+        bar.write(f"{options.env_id}: {options.num_envs} environments, {cores} cores")
+        bar.write("\n".join(behaviour.describe()))
+        allot(run, seconds, usual, behaviour.step_sec)
+        own_sec = inference_costs(run)
+        rows = try_all(run, tries, seconds, bar)
+        costs = Costs(*own_sec, np.median([row.learning_sec for row in rows]))
+        lengths = sorted({run.options.num_steps, options.num_steps})  # T, as tried and as wanted
+        computed = {}
+        for row, num_steps in itertools.product(rows, lengths):
+            bar.say("computing")
+            if row.sampler in SAMPLERS:
+                size = options.num_envs, num_steps
+                how = row.sampler, size, row.workers, cores
+                computed[row, num_steps] = compute(behaviour, costs, *how)
+    print_table(rows, computed, lengths)
+    chosen, reasons = recommend(rows, usual)
+    minutes = 1e6 / chosen.rate / 60
+    takes = f"{minutes:.0f} minutes" if minutes < 120 else f"{minutes / 60:.0f} hours"
+    sampler, *more = chosen.sampler.split("+")
+    workers = options.num_workers if chosen.workers == usual else chosen.workers
+    own = replace(options, sampler=sampler, num_workers=workers, extensions=tuple(more))
+    print(f"\n    {command_of(own)}\n")
+    print(f"{reasons} A million steps take {takes}.")
+    if options.cores or options.ranks > 1:
+        print_other_machine(behaviour, costs, options, options.cores or cores)
+
+
+def print_table(rows, computed, lengths):
+    """Print what was measured, and beside it what was computed for rollouts of these lengths."""
+    heads = [f"computed, T = {num_steps}" for num_steps in lengths]
+    print(f"trained with T = {lengths[0]}")
+    line = "{:12} {:>7} {:>9} {:>8} {:>10} {:>9}" + "  {:>17}" * len(heads)
+    print(line.format("sampler", "workers", "steps/s", "waiting", "inference", "learning", *heads))
+    for row in rows:
+        others = [f"{computed[row, T]:,.0f}" if (row, T) in computed else "" for T in lengths]
+        shares = [f"{share:.0%}" for share in row.shares]
+        print(line.format(row.sampler, row.workers, f"{row.rate:,.0f}", *shares, *others))
+
+
+def print_other_machine(behaviour, costs, options, cores):
+    """Print what a machine with so many cores would reach, with the best number of workers."""
+    share = max(1, cores // options.ranks)  # of one rank
+    numbers = sorted({min(options.num_envs, number) for number in (share, 2 * share, 4 * share)})
+    size = options.num_envs, options.num_steps
+    print(f"computed for {cores} cores and {options.ranks} ranks, workers of each rank:")
+    for sampler in SAMPLERS:
+        rates = {
+            number: compute(behaviour, costs, sampler, size, number, cores, options.ranks)
+            for number in numbers
+        }
+        best = max(rates, key=rates.get)
+        print(f"    {sampler:6} {best:3} workers: {rates[best]:,.0f} steps/s")
+
+
+def main(argv=None):
+    """Run a command line. Returns the exit status, as ver_ppo.main."""
+    return ver_ppo.main(argv, Options, launch)
+
+
+if __name__ == "__main__":
+    # otherwise the classes would exist twice, as in ver_ppo.py
+    from notebooks.extensions import advise
+
+    sys.exit(advise.main())

@@ -1,0 +1,200 @@
+"""What advise.py computes is compared with slow and obvious ways. And it gives its advice."""
+
+import re
+import shlex
+from collections import deque
+
+import numpy as np
+import pytest
+
+import ver_ppo
+from notebooks.extensions import advise
+from notebooks.extensions.advise import SAMPLERS, Behaviour, Costs, Machine, Row, compute
+from notebooks.extensions.virtual_clock import IdlePolicy, build
+from tests.helpers import one_line
+
+FREE = Costs(0.0, 0.0, 0.0)
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch):
+    """Few steps are enough for these tests."""
+    monkeypatch.setattr(advise, "SIMULATED", 1500)
+
+
+def steady(step_sec, num_envs=8, cpu_share=1.0):
+    """A simulator whose steps take equally long."""
+    sec_E = [np.full(50, step_sec)] * num_envs
+    return Behaviour(sec_E, [np.zeros(50, bool)] * num_envs, cpu_share, 0.0)
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize(
+    "workers, cores, cpu_share, rate",
+    [
+        (1, 4, 1.0, 1),  # a worker steps its environments one after the other
+        (4, 1, 1.0, 1),  # four share one core
+        (4, 2, 1.0, 2),
+        (4, 8, 1.0, 4),
+        (4, 1, 0.0, 4),  # waiting needs no core
+        (4, 0.5, 1.0, 0.5),  # a share of a core, as of two ranks
+    ],
+)
+def test_rate_of_equal_steps(sampler, workers, cores, cpu_share, rate):
+    """Steps of one second, as many as workers and cores allow."""
+    found = compute(steady(1.0, cpu_share=cpu_share), FREE, sampler, (8, 64), workers, cores)
+    assert found == pytest.approx(rate, rel=0.02)
+
+
+def test_own_work():
+    """Inference and learning take their time, after which the workers go on."""
+    costs = Costs(batch_sec=0.5, row_sec=0.25, learning_sec=0.125)
+    # in lock-step, a round takes a step, a batch of 8, and learning from 8 steps
+    found = compute(steady(1.0), costs, "sync", (8, 64), 8, 16)
+    assert found == pytest.approx(8 / (1 + 0.5 + 2 + 1))
+    # without waiting, only the collecting process is busy
+    found = compute(steady(1e-6), costs, "sync", (8, 64), 8, 16)
+    assert found == pytest.approx(8 / (0.5 + 2 + 1), rel=1e-3)
+
+
+def test_lock_step_takes_the_slowest():
+    """Exactly the longest step of each round."""
+    rng = np.random.default_rng(0)
+    sec_E = [rng.lognormal(0, 1, 500) for _ in range(8)]
+    behaviour = Behaviour(sec_E, [np.zeros(500, bool)] * 8, 0.5, 0.0)
+    found = compute(behaviour, FREE, "sync", (8, 512), 8, 16)
+    # of all pairs of rounds and beginnings, the mean of the maximum of 8 independent draws
+    draws = [rng.choice(sec, 100_000) for sec in sec_E]
+    assert found == pytest.approx(8 / np.max(draws, axis=0).mean(), rel=0.05)
+
+
+def tick_by_tick(took_EK, num_workers, cores, cpu_share, own_sec, until, dt=1e-3):
+    """When each environment's steps end, by small steps of time. Every environment gets its next
+    action at once, and each action costs `own_sec` of a core. Slow and obvious."""
+    queues = [deque() for _ in range(num_workers)]
+    left = [None] * num_workers  # environment, seconds on a core, seconds of waiting
+    to_send = deque(range(len(took_EK)))
+    own_left = own_sec
+    steps = [0] * len(took_EK)
+    ended = []
+    for now in np.arange(0, until, dt):
+        if to_send and own_left <= 0:
+            e = to_send.popleft()
+            queues[e % num_workers].append(e)
+            own_left = own_sec
+        for worker, queue in enumerate(queues):
+            if left[worker] is None and queue:
+                e = queue.popleft()
+                sec = took_EK[e][steps[e] % len(took_EK[e])]
+                left[worker] = [e, sec * cpu_share, sec * (1 - cpu_share)]
+        ready = sum(1 for one in left if one and one[1] > 0) + bool(to_send)
+        share = dt * min(1, cores / max(1, ready))
+        own_left -= share if to_send else 0
+        for worker, one in enumerate(left):
+            if one:
+                one[1 if one[1] > 0 else 2] -= share if one[1] > 0 else dt
+                if max(one[1:]) <= 0:
+                    left[worker] = None
+                    steps[one[0]] += 1
+                    ended.append(now)
+                    to_send.append(one[0])
+    return ended
+
+
+@pytest.mark.parametrize("workers, cores, cpu_share", [(3, 2, 1.0), (6, 2, 0.5), (4, 1, 0.3)])
+def test_shared_cores(workers, cores, cpu_share):
+    """As many steps as when the cores are dealt out anew in every millisecond."""
+    rng = np.random.default_rng(workers)
+    took_EK = rng.lognormal(-1, 0.7, (6, 40))
+    own_sec = 0.03
+    machine = Machine(
+        6, workers, cores, lambda e, step: took_EK[e][step % 40], cpu_share, 0.0, own_sec
+    )
+    _, rollout, collector = build(machine, 6, 25, IdlePolicy)
+    collector.collect(rollout)
+    slow = tick_by_tick(took_EK, workers, cores, cpu_share, own_sec, until=1.3 * machine.now)
+    assert machine.now == pytest.approx(slow[rollout.capacity - 1], rel=0.02)
+
+
+def test_ranks_wait_for_the_slowest():
+    """Ranks share the cores, and each update waits for the slowest of them."""
+    even = compute(steady(1.0), FREE, "ver", (8, 16), 4, 8, ranks=2)
+    assert even == pytest.approx(8, rel=0.02)
+    rng = np.random.default_rng(0)
+    sec_E = [rng.lognormal(0, 1, 500) for _ in range(8)]
+    uneven = Behaviour(sec_E, [np.zeros(500, bool)] * 8, 1.0, 0.0)
+    one, four = (compute(uneven, FREE, "nover", (8, 16), 8, 64, ranks) for ranks in (1, 4))
+    assert 2 * one < four < 3.9 * one
+
+
+def test_costs_of_inference(tmp_path):
+    """A batch costs more than a row more in it."""
+    line = f"--env-id CartPole-v1 --num-envs 8 --num-workers 1 --device cpu --runs-dir {tmp_path}"
+    run = advise.Tried(ver_ppo.parse_options(line.split()))
+    batch_sec, row_sec = advise.inference_costs(run)
+    assert 0 < row_sec < batch_sec < 0.1
+
+
+def row(sampler, rate, workers=2):
+    return Row(sampler, workers, rate, (0.0, 0.0, 1.0), 1e-4)
+
+
+@pytest.mark.parametrize(
+    "rates, sampler, words",
+    [
+        ((100, 110, 150, 151), "ver", "1.50 times as fast as sync and 1.36 times as fast as nover"),
+        ((100, 149, 150, 151), "ver", "VER gains nothing over nover here"),
+        ((100, 100, 100, 100), "ver", "VER gains nothing here"),
+        ((100, 110, 150, 200), "ver+overlap", "2.00 times as fast as sync"),
+        ((200, 100, 100, 100), "sync", "2.00 times as fast as nover"),
+        ((100, 200, 100, 100), "nover", "2.00 times as fast as sync"),
+    ],
+)
+def test_recommended(rates, sampler, words):
+    """The simplest command that is not clearly slower than the fastest."""
+    rows = [row(name, rate) for name, rate in zip((*SAMPLERS, "ver+overlap"), rates)]
+    chosen, reasons = advise.recommend(rows, 2)
+    assert chosen.sampler == sampler
+    assert words in reasons
+    # more workers only if they bring something
+    more = [row("ver", rate, workers=4) for rate in (1.02 * rates[2], 2 * max(rates))]
+    assert advise.recommend([*rows, more[0]], 2)[0] == chosen
+    assert advise.recommend([*rows, more[1]], 2)[0] == more[1]
+
+
+def test_advice(tmp_path, monkeypatch, capsys):
+    """A whole run, on a simulator that sleeps unevenly. The command that it prints is understood,
+    and it has written no files."""
+    monkeypatch.chdir(tmp_path)
+    latency = "latency(mean_ms=2, spread=0.5)"
+    line = f"--env-id CartPole-v1 --wrappers '{latency}' --num-envs 4 --num-steps 64 --no-norm-adv"
+    line += " --hidden-size 16 --device cpu --learner-threads 1 --minutes 0.2 --cores 8 --ranks 2"
+    assert advise.main(shlex.split(line)) == 0
+    text = capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+    behaviour = re.search(r"a step: ([\d.]+) ms on average, (\d+)% of it", text)
+    assert 2 < float(behaviour[1]) < 6 and int(behaviour[2]) < 60
+    tried = re.findall(r"^(\S+) +(\d+) +([\d,]+) +\d+% +\d+% +\d+%", text, re.M)
+    assert ("sync", "4") in [(name, workers) for name, workers, _ in tried]
+    assert len(tried) >= 3 and all(float(rate.replace(",", "")) > 0 for *_, rate in tried)
+    (command,) = re.findall(r"^ {4}python ver_ppo.py (.*)", text, re.M)
+    given = ver_ppo.parse_options(shlex.split(command))
+    assert given.wrappers == (latency,) and given.num_envs == 4 and not given.norm_adv
+    assert "A million steps take" in text
+    assert len(re.findall(r"^ {4}(?:sync|nover|ver) +\d+ workers: [\d,]+ steps/s", text, re.M)) == 3
+
+
+@pytest.mark.parametrize(
+    "more, word",
+    [
+        ("--minutes 0", "--minutes 0"),
+        ("--cores -1", "--cores -1"),
+        ("--ranks 0", "--ranks 0"),
+        ("--num-workers 0", "worker processes"),
+        ("--extensions overlap", "overlap"),
+        ("--num-envs 0", "--num-envs 0"),
+    ],
+)
+def test_refused(capsys, more, word):
+    """One line, before anything starts."""
+    one_line(capsys, ["--env-id", "CartPole-v1", *more.split()], word, advise.main)
