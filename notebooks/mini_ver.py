@@ -46,7 +46,7 @@ class Answer:
 
 
 class Simulators:
-    """N environments, each in a thread. Steps take 2 ms on average; some environments are slower
+    """N environments, each in a thread. Steps take 5 ms on average; some environments are slower
     than others."""
 
     def __init__(self, seed=1):
@@ -59,7 +59,7 @@ class Simulators:
     def simulate(self, e, seed):
         env = gym.make("CartPole-v1")
         rng = np.random.default_rng([seed, e])
-        mean_sec = 0.002 * rng.lognormal(-0.18, 0.6)
+        mean_sec = 0.005 * rng.lognormal(-0.18, 0.6)
         obs, _ = env.reset(seed=seed * N + e)
         self.answers.put(Answer(e, see(obs)))
         while (action := self.actions[e].get()) is not None:

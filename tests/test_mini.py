@@ -10,7 +10,7 @@ from torch import nn
 
 import ver_ppo
 from notebooks import mini_ver
-from notebooks.extensions.virtual_clock import SPEC, VirtualWorkers, step_times
+from notebooks.extensions.virtual_clock import SPEC, VirtualSimulators, VirtualWorkers, step_times
 from tests.helpers import ROOT
 
 SAMPLERS = "sync", "nover", "ver"
@@ -32,30 +32,6 @@ def make_workers():
         return endings[step % 2] if step % (4 + e) == 3 else None
 
     return VirtualWorkers(6, lambda e, step: sec_NK[e, step], ending, start_sec=lambda e: e / 3)
-
-
-class VirtualSimulators:
-    """The interface of mini_ver.Simulators on virtual workers."""
-
-    def __init__(self, workers):
-        self.workers = workers
-
-    def send(self, e, action):
-        self.workers.send(np.array([e]))
-
-    def receive(self, wait):
-        io = self.workers.io
-        return [
-            mini_ver.Answer(
-                e,
-                torch.tensor(io["obs"]["obs"][e]),
-                io["reward"][e].item(),
-                bool(io["terminated"][e]),
-                bool(io["truncated"][e]),
-                torch.tensor(io["final_obs"]["obs"][e]),
-            )
-            for e in self.workers.receive(float(wait))
-        ]
 
 
 class AsShipped(nn.Module):

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 import ver_ppo
+from notebooks import mini_ver
 from notebooks.extensions.overlap import Trajectories
 
 SPEC = ver_ppo.Spec({"obs": ("float32", (4,), True)}, choices=[3], action_dims=1, metrics=[])
@@ -118,6 +119,30 @@ def reward_of(e, step):
 def observation_of(e, step, final=False):
     """The observation before a step. `final`: the one that a reset replaced."""
     return np.array([e / 10, np.sin(step), np.cos(step / 7), float(final)])
+
+
+class VirtualSimulators:
+    """The interface of mini_ver.Simulators, on virtual workers."""
+
+    def __init__(self, workers):
+        self.workers = workers
+
+    def send(self, e, action):
+        self.workers.send(np.array([e]))
+
+    def receive(self, wait):
+        io = self.workers.io
+        return [
+            mini_ver.Answer(
+                e,
+                torch.tensor(io["obs"]["obs"][e]),
+                io["reward"][e].item(),
+                bool(io["terminated"][e]),
+                bool(io["truncated"][e]),
+                torch.tensor(io["final_obs"]["obs"][e]),
+            )
+            for e in self.workers.receive(float(wait))
+        ]
 
 
 class Zeros:
