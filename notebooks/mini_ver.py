@@ -1,11 +1,11 @@
-"""VER in 300 lines, to be read from top to bottom.
+"""VER in 350 lines, to be read from top to bottom.
 
     python notebooks/mini_ver.py                    # trains for a minute
     python notebooks/mini_ver.py --sampler sync     # the same in lock-step; nover: in between
 
 An LSTM learns to balance a pole without seeing velocities. Each environment is a thread, and its
-steps sleep, as in a simulator that waits for a GPU. The names are those of ver_ppo.py, which does
-the same with processes and shared memory, for any environment, and survives failures.
+steps sleep, as in a simulator that waits for a GPU. Names are those of ver_ppo.py, or similar. That
+program does the same with processes and shared memory, for any environment, and survives failures.
 """
 
 import argparse
@@ -42,7 +42,7 @@ class Answer:
     reward: float = 0.0
     terminated: bool = False
     truncated: bool = False  # cut by the time limit
-    final_obs: torch.Tensor = None  # the last one of the episode, if that has ended
+    final_obs: torch.Tensor = None  # if the episode has ended: its last observation
 
 
 class Simulators:
@@ -115,7 +115,7 @@ class Policy(nn.Module):
         return *self.heads(core[0]), torch.cat([h, c]).transpose(0, 1)
 
     def sequences(self, obs, state_Q):
-        """All steps of Q sequences. `obs` is packed, and so is the order of the results."""
+        """All steps of Q sequences. `obs` is packed, and the results are in the same order."""
         h, c = state_Q.transpose(0, 1).split(1)
         encoded = PackedSequence(self.encoder(obs.data), obs.batch_sizes)
         core, _ = self.lstm(encoded, (h.contiguous(), c.contiguous()))
@@ -127,8 +127,8 @@ class Policy(nn.Module):
 
 @dataclass
 class Step:
-    """A step of one environment: what the policy saw and did; then, what came of it; then, what to
-    learn from it."""
+    """A step of one environment: what the policy saw and did; then its outcome; then what to learn
+    from it."""
 
     env: int
     obs: torch.Tensor
@@ -159,8 +159,8 @@ class Collector:
 
     @torch.no_grad()
     def collect(self):
-        """S steps, from whichever environments deliver them; unless the sampler is `ver`, T from
-        each. Returns them in order of arrival, and a bootstrap value for each environment."""
+        """S steps: with `ver`, from whichever environments deliver them; with `sync` and `nover`, T
+        from each. Returns them in order of arrival, and a bootstrap value for each environment."""
         rollout = []
         given = [0] * N
         self.act(self.idle)
@@ -215,8 +215,8 @@ class Collector:
         return step
 
     def bootstrap_values(self):
-        """The value after each environment's last step. If its next step is in flight, it was
-        computed when that was sent."""
+        """The value after each environment's last step. If its next step is in flight, the value
+        was computed when its action was sent."""
         return [
             self.pending[e].value
             if e in self.pending
@@ -263,8 +263,9 @@ def find_sequences(rollout):
 
 
 def cut_minibatches(sequences):
-    """Lay sequences end to end, and cut them into mini-batches of equally many steps. A sequence
-    that is cut goes on in the next one, from the state stored with its first step there."""
+    """Lay sequences end to end, and cut them into mini-batches of equally many steps. The rest of a
+    sequence that is cut belongs to the next mini-batch. It begins with the state that was stored
+    with its first step."""
     minibatches = [[]]
     room = S // MINIBATCHES
     for sequence in sequences:

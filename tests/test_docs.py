@@ -178,6 +178,7 @@ FOLDERS = {  # what the files of a folder may import of the project
         "notebooks.environments",
         "notebooks.extensions",
         "notebooks.draw",
+        "notebooks.mini_ver",
         "notebooks.solutions",
         "ver_ppo",
         "ver_multigpu",

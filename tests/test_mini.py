@@ -1,8 +1,10 @@
 """The small program collects and learns as the lesson does."""
 
+import ast
 import subprocess
 import sys
 
+import nbformat
 import numpy as np
 import pytest
 import torch
@@ -78,7 +80,7 @@ def make_policy():
 def collect_both(sampler):
     """The same policy collects with both programs. Yields their rollouts, pair by pair."""
     policy = make_policy()
-    small = mini_ver.Collector(policy, VirtualSimulators(make_workers()), sampler)
+    small = mini_ver.Collector(policy, VirtualSimulators(make_workers(), mini_ver.Answer), sampler)
     workers = make_workers()
     sizes = {"num_envs": 6, "num_steps": 5, "num_workers": 0, "sampler": sampler}
     options = ver_ppo.Options(**sizes, num_minibatches=3)
@@ -146,6 +148,31 @@ def test_the_same_gradients(sampler, monkeypatch):
         pairs = zip(torch.autograd.grad(loss, weights), torch.autograd.grad(shipped, weights))
         for one, other in pairs:
             torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-6)
+
+
+def functions_of(text):
+    """The functions of a program by name, the last of each, without comments and docstrings."""
+    found = {}
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef):
+            has_words = ast.get_docstring(node) is not None
+            body = ast.Module(node.body[has_words:], type_ignores=[])
+            found[node.name] = ast.dump(node.args), ast.unparse(body)
+    return found
+
+
+def test_the_notebook_ends_with_the_file():
+    """After the five changes, every function of the notebook's program is the file's."""
+    notebook = nbformat.read(ROOT / "notebooks" / "00_five_changes.ipynb", as_version=4)
+    cells = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
+    built = {}
+    for cell in cells:
+        built |= functions_of(cell)
+    names = "act complete value await_answers collect bootstrap_values update".split()
+    names += ["cut_minibatches", "add_advantages"]
+    shipped = functions_of((ROOT / "notebooks" / "mini_ver.py").read_text())
+    for name in names:
+        assert built[name] == shipped[name], name
 
 
 def test_it_learns(tmp_path):

@@ -303,7 +303,7 @@ def my_preemption(step_sec_2, most, learning_sec):
 
 
 FEWER_STEPS = {  # of training in these notebooks, where their checks do not ask for more
-    "00_five_changes": {"UPDATES = 4": "UPDATES = 1"},
+    "00_five_changes": {"UPDATES = 5": "UPDATES = 2"},
     "14_transfer": {
         "--total-timesteps 25000": "--total-timesteps 2048",
         "--total-timesteps 8192": "--total-timesteps 1024",

@@ -7,7 +7,6 @@ import numpy as np
 import torch
 
 import ver_ppo
-from notebooks import mini_ver
 from notebooks.extensions.overlap import Trajectories
 
 SPEC = ver_ppo.Spec({"obs": ("float32", (4,), True)}, choices=[3], action_dims=1, metrics=[])
@@ -122,10 +121,11 @@ def observation_of(e, step, final=False):
 
 
 class VirtualSimulators:
-    """The interface of mini_ver.Simulators, on virtual workers."""
+    """The interface of mini_ver.Simulators, on virtual workers. Answers are made by `answer`."""
 
-    def __init__(self, workers):
+    def __init__(self, workers, answer):
         self.workers = workers
+        self.answer = answer
 
     def send(self, e, action):
         self.workers.send(np.array([e]))
@@ -133,7 +133,7 @@ class VirtualSimulators:
     def receive(self, wait):
         io = self.workers.io
         return [
-            mini_ver.Answer(
+            self.answer(
                 e,
                 torch.tensor(io["obs"]["obs"][e]),
                 io["reward"][e].item(),

@@ -451,8 +451,8 @@ OF_FILES = {  # name: what makes the table, of which files
     "uneven": (uneven_table, "uneven"),
     "mutants": (mutants_table, "mutants"),
     "parts": (parts_table, "parts"),
+    "weights": (weights_table, "weights"),
 }
-STUDIES = {"weights": (weights_table, "weights")}  # the same; no page has a place for it yet
 LEARNED = {
     "learned": readme_table,
     "learned-more": lambda: tasks_table([task for task in learn.TASKS if task not in IN_README]),
@@ -463,7 +463,7 @@ LEARNED = {
 
 def make_table(name):
     """The text of a table, by its name."""
-    lines = LEARNED[name]() if name in LEARNED else with_footer(*(OF_FILES | STUDIES)[name])
+    lines = LEARNED[name]() if name in LEARNED else with_footer(*OF_FILES[name])
     return "\n".join(lines) + "\n"
 
 
