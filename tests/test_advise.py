@@ -1,5 +1,6 @@
 """What advise.py computes is compared with slow and obvious ways. And it gives its advice."""
 
+import json
 import re
 import shlex
 from collections import deque
@@ -164,14 +165,19 @@ def test_recommended(rates, sampler, words):
 
 def test_advice(tmp_path, monkeypatch, capsys):
     """A whole run, on a simulator that sleeps unevenly. The command that it prints is understood,
-    and it has written no files."""
+    and it has written only the file that was asked for."""
     monkeypatch.chdir(tmp_path)
     latency = "latency(mean_ms=2, spread=0.5)"
     line = f"--env-id CartPole-v1 --wrappers '{latency}' --num-envs 4 --num-steps 64 --no-norm-adv"
     line += " --hidden-size 16 --device cpu --learner-threads 1 --minutes 0.2 --cores 8 --ranks 2"
+    line += " --file found.json"
     assert advise.main(shlex.split(line)) == 0
     text = capsys.readouterr().out
-    assert not list(tmp_path.iterdir())
+    (path,) = tmp_path.iterdir()
+    found = json.loads(path.read_text())
+    assert found["num_envs"] == 4 and len(found["seconds"]) == len(found["resets"]) == 4
+    assert [row["sampler"] for row in found["tried"]][:3] == list(SAMPLERS)
+    assert len(found["computed"]) >= 3
     behaviour = re.search(r"a step: ([\d.]+) ms on average, (\d+)% of it", text)
     assert 2 < float(behaviour[1]) < 6 and int(behaviour[2]) < 60
     tried = re.findall(r"^(\S+) +(\d+) +([\d,]+) +\d+% +\d+% +\d+%", text, re.M)

@@ -842,18 +842,19 @@ def test_committed_outputs(path):
 
 
 def test_notebooks_import():
-    """Nothing that the scripts define is defined in a notebook, and the links between the notebooks
-    lead somewhere."""
+    """Nothing that the scripts define is defined in a notebook (except in notebook 0, which builds
+    a small VER of its own), and the links between the notebooks lead somewhere."""
     shipped = set(re.findall(r"^(?:def|class) (\w+)", (ROOT / "ver_ppo.py").read_text(), re.M))
     shipped |= set(
         re.findall(r"^(?:def|class) (\w+)", (ROOT / "ver_multigpu.py").read_text(), re.M)
     )
-    numbers = range(1, 1 + len(NOTEBOOKS))
+    numbers = range(len(NOTEBOOKS))
     assert [path.name[:2] for path in NOTEBOOKS] == [f"{number:02}" for number in numbers]
     for path in NOTEBOOKS:
         cells = nbformat.read(path, as_version=4).cells
         code = "\n".join(cell.source for cell in cells if cell.cell_type == "code")
-        assert not shipped & set(re.findall(r"^(?:def|class) (\w+)", code, re.M)), path
+        own = set(re.findall(r"^(?:def|class) (\w+)", code, re.M))
+        assert not shipped & own or path.name.startswith("00"), path
         for link in re.findall(r"\]\(([\w/.]+\.ipynb)\)", "\n".join(cell.source for cell in cells)):
             assert (path.parent / link).exists(), link
 

@@ -3,7 +3,7 @@
     python -m notebooks.extensions.advise --env-id MY_ENV
     python -m notebooks.extensions.advise --env-id MY_ENV --cores 16 --ranks 4
 
-The options are those of ver_ppo.py. It takes about three minutes, writes no files, and prints
+The options are those of ver_ppo.py. It takes about three minutes, and prints
 
 - how the simulator behaves: the time of a step, and how uneven it is
 - a table of short trainings, one after the other, with each sampler and two numbers of workers
@@ -19,11 +19,13 @@ need a core at the same moment get equal shares of the cores.
 
 import contextlib
 import itertools
+import json
 import shlex
 import sys
 import time
 from collections import deque
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -47,6 +49,7 @@ class Options(ver_ppo.Options):
     minutes: float = 3.0  # that this may take, about
     cores: int | None = None  # also compute what a machine with so many CPU cores would reach
     ranks: int = 1  # that share these cores, each with a GPU of its own
+    file: str | None = None  # JSON file for what was watched, measured and computed
 
 
 class Bar(tqdm):
@@ -90,24 +93,37 @@ class Behaviour(NamedTuple):
         """The mean seconds of a step, resets included."""
         return np.concatenate(self.sec_E).mean()
 
-    def describe(self):
-        """What a reader wants to know of the simulator, as lines."""
+    def numbers(self):
+        """What there is to know of it. Spreads (sigma) are deviations of logarithms, and `rare` is
+        the longest percent of the steps."""
         sec_S = np.concatenate(self.sec_E)
         resets_S = np.concatenate(self.resets_E)
         plain_E = [np.log(sec[~reset]) for sec, reset in zip(self.sec_E, self.resets_E)]
-        within = np.sqrt(np.mean([log_S.var() for log_S in plain_E if len(log_S)]))
-        between = np.std([np.log(sec.mean()) for sec in self.sec_E])
-        longest_sec = np.sort(sec_S)[-len(sec_S) // 100 :]  # the longest percent
-        return [
-            f"a step: {1000 * sec_S.mean():.3g} ms on average, {self.cpu_share:.0%} of it on a CPU;"
-            f" median {1000 * np.median(sec_S):.3g} ms, longest {1000 * sec_S.max():.3g} ms",
-            f"uneven steps: deviation {sec_S.std() / sec_S.mean():.2f} times the mean; sigma"
-            f" {within:.2f} within an environment (without resets), {between:.2f} between"
-            f" {len(self.sec_E)} environments",
-            f"rare steps: {resets_S.mean():.1%} of them include a reset, and take"
-            f" {sec_S[resets_S].sum() / sec_S.sum():.0%} of the time; the longest 1 % take"
-            f" {longest_sec.sum() / sec_S.sum():.0%}",
-        ]
+        rare_sec = np.sort(sec_S)[-len(sec_S) // 100 :]
+        found = {
+            "mean_ms": 1000 * sec_S.mean(),
+            "median_ms": 1000 * np.median(sec_S),
+            "longest_ms": 1000 * sec_S.max(),
+            "cpu_share": self.cpu_share,
+            "deviation": sec_S.std() / sec_S.mean(),  # in units of the mean
+            "within": np.sqrt(np.mean([log_S.var() for log_S in plain_E if len(log_S)])),
+            "between": np.std([np.log(sec.mean()) for sec in self.sec_E]),
+            "resets": resets_S.mean(),  # share of the steps that include one ...
+            "resets_time": sec_S[resets_S].sum() / sec_S.sum(),  # ... and their share of the time
+            "rare_time": rare_sec.sum() / sec_S.sum(),
+        }
+        return {name: float(value) for name, value in found.items()}
+
+    def describe(self):
+        """The same in words."""
+        return (
+            "a step: {mean_ms:.3g} ms on average, {cpu_share:.0%} of it on a CPU;"
+            " median {median_ms:.3g} ms, longest {longest_ms:.3g} ms\n"
+            "uneven steps: deviation {deviation:.2f} times the mean; sigma {within:.2f} within an"
+            " environment (without resets), {between:.2f} between {number} environments\n"
+            "rare steps: {resets:.1%} of them include a reset, and take {resets_time:.0%} of the"
+            " time; the longest 1 % take {rare_time:.0%}"
+        ).format(number=len(self.sec_E), **self.numbers())
 
 
 def watch(options, spec, seconds, look):
@@ -463,7 +479,7 @@ def launch(options):
         seconds = 60 * options.minutes / (len(tries) + 2)
         behaviour = watch(run.options, run.spec, seconds, bar.tick)
         bar.write(f"{options.env_id}: {options.num_envs} environments, {cores} cores")
-        bar.write("\n".join(behaviour.describe()))
+        bar.write(behaviour.describe())
         allot(run, seconds, usual, behaviour.step_sec)
         own_sec = inference_costs(run)
         rows = try_all(run, tries, seconds, bar)
@@ -476,6 +492,8 @@ def launch(options):
                 size = options.num_envs, num_steps
                 how = row.sampler, size, row.workers, cores
                 computed[row, num_steps] = compute(behaviour, costs, *how)
+    if options.file:
+        write(options, behaviour, costs, rows, computed)
     print_table(rows, computed, lengths)
     chosen, reasons = recommend(rows, usual)
     minutes = 1e6 / chosen.rate / 60
@@ -487,6 +505,26 @@ def launch(options):
     print(f"{reasons} A million steps take {takes}.")
     if options.cores or options.ranks > 1:
         print_other_machine(behaviour, costs, options, options.cores or cores)
+
+
+def write(options, behaviour, costs, rows, computed):
+    """Write everything to --file. Raises OSError."""
+    found = {
+        "env_id": options.env_id,
+        "num_envs": options.num_envs,
+        "cores": ver_ppo.count_cores(),
+        "seconds": [sec.tolist() for sec in behaviour.sec_E],  # of each environment's steps
+        "resets": [resets.tolist() for resets in behaviour.resets_E],
+        "behaviour": behaviour.numbers(),
+        "overhead_sec": behaviour.overhead_sec,
+        "costs": costs._asdict(),
+        "tried": [row._asdict() for row in rows],
+        "computed": [
+            {"sampler": row.sampler, "workers": row.workers, "num_steps": num_steps, "rate": rate}
+            for (row, num_steps), rate in computed.items()
+        ],
+    }
+    Path(options.file).expanduser().write_text(json.dumps(found, indent=1))
 
 
 def print_table(rows, computed, lengths):

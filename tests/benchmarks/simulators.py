@@ -6,6 +6,7 @@ import functools
 import time
 
 import gymnasium as gym
+import numpy as np
 
 from notebooks.environments import pointnav
 from notebooks.extensions.wrappers import Latency
@@ -55,6 +56,24 @@ class Uneven(Latency):
         return self.env.step(action)
 
 
+class Crafter(gym.Env):
+    """Crafter with Gymnasium's interface. It is registered with the older gym only."""
+
+    observation_space = gym.spaces.Box(0, 255, (64, 64, 3), np.uint8)
+    action_space = gym.spaces.Discrete(17)
+
+    def reset(self, seed=None, options=None):
+        import crafter  # only this environment needs it
+
+        if seed is not None:
+            self.env = crafter.Env(seed=seed)
+        return self.env.reset(), {}
+
+    def step(self, action):
+        observation, reward, done, _ = self.env.step(action)
+        return observation, reward, done, False, {}
+
+
 CARTPOLE = functools.partial(gym.make, "CartPole-v1", disable_env_checker=True)
 # episodes are scenes, some slower than others
 SCENES = functools.partial(gym.make, "tests.envs:Count-v0", limit=150, disable_env_checker=True)
@@ -69,6 +88,7 @@ SIMULATORS = {
     "Scenes": (SCENES, 100.0, (0.4, 0.0, 0.5)),
 }
 gym.register("PointNavSteady-v0", PointNavSteady)
+gym.register("Crafter-v0", Crafter)
 for name, (make, mean_ms, (spread, between, episodes)) in SIMULATORS.items():
     sigmas = {"spread": spread, "between": between, "episodes": episodes}
     gym.register(f"{name}-v0", Uneven, kwargs={"make": make, "mean_ms": mean_ms, **sigmas})

@@ -1,0 +1,56 @@
+"""Real simulators, as they are: how uneven their steps are, and what each sampler makes of them.
+
+    pip install crafter==1.8.3 highway-env "gymnasium[mujoco,box2d]" ale-py opencv-python
+    pip install vizdoom
+    real.py --rounds 2                          3 minutes for each simulator and round
+    real.py crafter Humanoid --rounds 1         of these alone
+
+notebooks/extensions/advise.py looks at each of them. Nothing else may run on the machine. Rounds
+are added to those that the results have.
+"""
+
+import itertools
+import json
+import shlex
+import sys
+import tempfile
+from pathlib import Path
+
+import harness
+
+ATARI = "gymnasium.wrappers:AtariPreprocessing(grayscale_newaxis=True)"
+SIMULATORS = {
+    "crafter": "--env-id simulators:Crafter-v0 --num-envs 16 --num-steps 64",
+    "highway intersection": "--env-id highway_env:intersection-v1 --num-envs 16 --num-steps 64",
+    "highway": "--env-id highway_env:highway-v0 --num-envs 16 --num-steps 64",
+    "Hopper": "--env-id Hopper-v5",
+    "Humanoid": "--env-id Humanoid-v5",
+    "CarRacing": "--env-id CarRacing-v3 --wrappers 'resize(height=48, width=48)' --num-steps 64",
+    "Breakout": f"--env-id ale_py:ALE/Breakout-v5 --env-kwargs frameskip=1 --wrappers '{ATARI}'"
+    " --num-steps 64",
+    "ViZDoom Basic": "--env-id vizdoom.gymnasium_wrapper:VizdoomBasic-v1"
+    " --wrappers 'resize(height=60, width=80)' --num-steps 64",
+}
+
+
+def look_at(name):
+    """What advise finds of a simulator, without the single steps."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "found.json")
+        words = [sys.executable, "-m", "notebooks.extensions.advise", "--file", str(path)]
+        said = harness.execute([*words, *shlex.split(SIMULATORS[name])])
+        print(said, flush=True)
+        found = json.loads(path.read_text())
+    return {name: value for name, value in found.items() if name not in ("seconds", "resets")}
+
+
+if __name__ == "__main__":
+    parser = harness.command_line(__doc__)
+    parser.add_argument("names", nargs="*", choices=[[], *SIMULATORS], default=list(SIMULATORS))
+    parser.add_argument("--rounds", type=int, default=2)
+    args = parser.parse_args()
+    found = harness.kept(args, "real").get("found", {})
+    for number, name in itertools.product(range(args.rounds), args.names):
+        print(f"round {number + 1}: {name}", flush=True)
+        found.setdefault(name, []).append(look_at(name))
+        harness.keep(args, "real", found=found)
