@@ -1,6 +1,6 @@
 """VER in 350 lines, to be read from top to bottom.
 
-    python notebooks/mini_ver.py                    # trains for a minute
+    python notebooks/mini_ver.py                    # trains for one to two minutes
     python notebooks/mini_ver.py --sampler sync     # the same in lock-step; nover: in between
 
 An LSTM learns to balance a pole without seeing velocities. Each environment is a thread, and its
@@ -314,7 +314,7 @@ def update(policy, optimizer, rollout):
             optimizer.step()
 
 
-def train(sampler="ver", updates=100, seed=1):
+def train(sampler="ver", updates=60, seed=1):
     random.seed(seed)
     torch.manual_seed(seed)
     torch.set_num_threads(1)  # a small network
@@ -342,6 +342,6 @@ def train(sampler="ver", updates=100, seed=1):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sampler", default="ver", choices=["sync", "nover", "ver"])
-    parser.add_argument("--updates", type=int, default=100, help="each learns from 1,024 steps")
+    parser.add_argument("--updates", type=int, default=60, help="each learns from 1,024 steps")
     parser.add_argument("--seed", type=int, default=1)
     train(**vars(parser.parse_args()))

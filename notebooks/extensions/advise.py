@@ -38,6 +38,7 @@ WATCHED = 8  # environments, at most
 WORTH = 1.05  # a command that is faster by less than this is not worth its options
 SIMULATED = 10_000  # steps of each computation, about
 FEWEST_STEPS = 4  # T of a short training
+RARE = 0.4  # share of the time in the longest percent of the steps, from which on chance decides
 SAMPLERS = "sync", "nover", "ver"  # that can be computed
 BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} s"
 
@@ -495,6 +496,8 @@ def launch(options):
     if options.file:
         write(options, behaviour, costs, rows, computed)
     print_table(rows, computed, lengths)
+    if behaviour.numbers()["rare_time"] > RARE:
+        print("Most of the time is in rare long steps. Short trainings see few: try --minutes 20.")
     chosen, reasons = recommend(rows, usual)
     minutes = 1e6 / chosen.rate / 60
     takes = f"{minutes:.0f} minutes" if minutes < 120 else f"{minutes / 60:.0f} hours"
@@ -527,6 +530,11 @@ def write(options, behaviour, costs, rows, computed):
     Path(options.file).expanduser().write_text(json.dumps(found, indent=1))
 
 
+def show(rate):
+    """Steps per second as text."""
+    return f"{rate:,.1f}" if rate < 100 else f"{rate:,.0f}"
+
+
 def print_table(rows, computed, lengths):
     """Print what was measured, and beside it what was computed for rollouts of these lengths."""
     heads = [f"computed, T = {num_steps}" for num_steps in lengths]
@@ -534,9 +542,9 @@ def print_table(rows, computed, lengths):
     line = "{:12} {:>7} {:>9} {:>8} {:>10} {:>9}" + "  {:>17}" * len(heads)
     print(line.format("sampler", "workers", "steps/s", "waiting", "inference", "learning", *heads))
     for row in rows:
-        others = [f"{computed[row, T]:,.0f}" if (row, T) in computed else "" for T in lengths]
+        others = [show(computed[row, T]) if (row, T) in computed else "" for T in lengths]
         shares = [f"{share:.0%}" for share in row.shares]
-        print(line.format(row.sampler, row.workers, f"{row.rate:,.0f}", *shares, *others))
+        print(line.format(row.sampler, row.workers, show(row.rate), *shares, *others))
 
 
 def print_other_machine(behaviour, costs, options, cores):
@@ -551,7 +559,7 @@ def print_other_machine(behaviour, costs, options, cores):
             for number in numbers
         }
         best = max(rates, key=rates.get)
-        print(f"    {sampler:6} {best:3} workers: {rates[best]:,.0f} steps/s")
+        print(f"    {sampler:6} {best:3} workers: {show(rates[best])} steps/s")
 
 
 def main(argv=None):
