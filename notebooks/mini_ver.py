@@ -153,7 +153,8 @@ class Collector:
         self.arrived = []  # answers that are here and not taken yet
         self.pending = {}  # environment: its step in flight
         self.idle = []  # environments whose answer was taken, without a new action
-        self.obs = {}  # environment: the observation for its next action
+        zeros = torch.zeros(policy.encoder[0].in_features)  # before an environment has started
+        self.obs = dict.fromkeys(range(N), zeros)  # the observation for its next action
         self.first = dict.fromkeys(range(N), True)  # environment: whether that begins an episode
         self.state_N = torch.zeros(N, 2, H)  # after each environment's latest action
 

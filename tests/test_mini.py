@@ -150,6 +150,15 @@ def test_the_same_gradients(sampler, monkeypatch):
             torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-6)
 
 
+def test_an_environment_that_starts_late():
+    """The others fill the first rollout without it."""
+    workers = VirtualWorkers(6, lambda e, step: 1.0, start_sec=lambda e: 1000.0 * (e == 0))
+    simulators = VirtualSimulators(workers, mini_ver.Answer)
+    steps, bootstrap = mini_ver.Collector(make_policy(), simulators).collect()
+    assert len(steps) == 30 and {step.env for step in steps} == {1, 2, 3, 4, 5}
+    assert len(bootstrap) == 6
+
+
 def functions_of(text):
     """The functions of a program by name, the last of each, without comments and docstrings."""
     found = {}
