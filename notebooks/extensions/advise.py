@@ -8,7 +8,7 @@ The options are those of ver_ppo.py. It takes about three minutes, and prints
 - how the simulator behaves: the time of a step, and how uneven it is
 - a table of short trainings, one after the other, with each sampler and two numbers of workers
 - a command, why, and how long a million steps take with it
-- with --cores or --ranks, what the shipped collector would reach on such a machine. This is
+- with --cores or --ranks, the steps per second of the shipped collector on such a machine. They are
   computed. The column `computed` has the same computation for this machine, so it shows how far to
   trust it.
 
@@ -37,6 +37,7 @@ from notebooks.extensions.virtual_clock import IdlePolicy, VirtualWorkers, build
 WATCHED = 8  # environments, at most
 WORTH = 1.05  # a command that is faster by less than this is not worth its options
 SIMULATED = 10_000  # steps of each computation, about
+ROUNDING_SEC = 1e-12  # less time than this is none
 FEWEST_STEPS = 4  # T of a short training
 RARE = 0.4  # share of the time in the longest percent of the steps, from which on chance decides
 SAMPLERS = "sync", "nover", "ver"  # that can be computed
@@ -48,9 +49,9 @@ class Options(ver_ppo.Options):
     """Watch a simulator, try the samplers on it, and recommend a command."""
 
     minutes: float = 3.0  # that this may take, about
-    cores: int | None = None  # also compute what a machine with so many CPU cores would reach
+    cores: int | None = None  # also compute the rate of a machine with this many CPU cores
     ranks: int = 1  # that share these cores, each with a GPU of its own
-    file: str | None = None  # JSON file for what was watched, measured and computed
+    file: str | None = None  # JSON file for all times and results
 
 
 class Bar(tqdm):
@@ -68,7 +69,7 @@ class Bar(tqdm):
         return self.n == self.total
 
     def say(self, text):
-        """Show what is being done."""
+        """Show this text beside the bar."""
         self.set_description(text)
         self.tick()
 
@@ -82,7 +83,7 @@ class Behaviour(NamedTuple):
     sec_E           for each environment that was watched, the seconds of its steps, resets included
     resets_E        for each of them, which of its steps include a reset
     cpu_share       the share of a step in which it keeps a core busy
-    overhead_sec    what a worker spends on each step beside the simulator"""
+    overhead_sec    seconds that a worker spends on each step beside the simulator"""
 
     sec_E: list
     resets_E: list
@@ -95,7 +96,7 @@ class Behaviour(NamedTuple):
         return np.concatenate(self.sec_E).mean()
 
     def numbers(self):
-        """What there is to know of it. Spreads (sigma) are deviations of logarithms, and `rare` is
+        """The times in a few numbers. Spreads (sigma) are deviations of logarithms, and `rare` is
         the longest percent of the steps."""
         sec_S = np.concatenate(self.sec_E)
         resets_S = np.concatenate(self.resets_E)
@@ -164,15 +165,15 @@ def watch(options, spec, seconds, look):
 
 
 class Tried(ver_ppo.Run):
-    """A training of some seconds, which writes no files."""
+    """A short training, which writes no files."""
 
     writes = False
 
     def begin(self, seconds, tick):
-        """Prepare a training of so many seconds. `tick` is called in every pass."""
+        """Prepare a training of this many seconds. `tick` is called in every pass."""
         self.until = time.perf_counter() + seconds
         self.tick = tick
-        self.cycles = []  # of each update: steps, seconds, and those of them in each phase
+        self.counted_from = None  # steps and time after the first update
 
     def look(self, rows):
         """As Run.look."""
@@ -182,13 +183,10 @@ class Tried(ver_ppo.Run):
     def log(self, rollout, logs):
         """As Run.log. Ends the training when its time is over."""
         super().log(rollout, logs)
-        cycle_sec, rollout_sec, learning_sec = (
-            logs[f"time/{name}_sec"] for name in ("cycle", "rollout", "learning")
-        )
-        spent_sec = rollout_sec, rollout.waited_sec, learning_sec
-        self.cycles.append((rollout.rows, cycle_sec, *spent_sec))
-        # the first cycle, in which the environments start, does not count
-        if len(self.cycles) > 1 and time.perf_counter() > self.until:
+        if self.counted_from is None:  # environments started in this cycle: it does not count
+            self.counted_from = self.step, self.lap_at
+            self.spent_sec[:] = 0
+        elif self.lap_at > self.until:
             self.options = replace(self.options, total_timesteps=self.step)
 
 
@@ -203,11 +201,18 @@ class Row(NamedTuple):
     learning_sec: float
 
 
-def try_one(run, options, seconds, tick):
-    """Train with these options, from the same weights as before. Returns a Row."""
+def with_sampler(options, sampler, workers):
+    """These options with another sampler, such as `nover` or `ver+overlap`."""
+    name, *more = sampler.split("+")
+    return replace(options, sampler=name, num_workers=workers, extensions=tuple(more))
+
+
+def try_one(run, sampler, workers, seconds, tick):
+    """Train with this sampler and this many workers, from the same weights as before. Returns a
+    Row."""
     before = run.options
     weights = {name: part.clone() for name, part in run.policy.state_dict().items()}
-    run.options = options
+    run.options = with_sampler(before, sampler, workers)
     run.begin(seconds, tick)
     try:
         ver_ppo.train(run)
@@ -215,12 +220,12 @@ def try_one(run, options, seconds, tick):
         run.options = before
         run.policy.load_state_dict(weights)
         run.optimizer = run.make_optimizer()
-    counted = np.array(run.cycles[1:])
-    steps, cycle_sec, rollout_sec, waited_sec, learning_sec = counted.sum(axis=0)
-    spent_sec = np.array([waited_sec, rollout_sec - waited_sec, learning_sec])
-    shares = tuple(spent_sec / cycle_sec)
-    rate, learning_sec = steps / cycle_sec, learning_sec / steps
-    return Row(options.sampler, options.num_workers, rate, shares, learning_sec)
+    first_step, first_at = run.counted_from
+    steps = run.step - first_step
+    passed_sec = run.lap_at - first_at
+    learning_sec = run.spent_sec[2] / steps
+    shares = tuple(run.spent_sec / passed_sec)
+    return Row(sampler, workers, steps / passed_sec, shares, learning_sec)
 
 
 # -------------------------------------------------------------------------------------- Computing
@@ -240,9 +245,10 @@ class Machine(VirtualWorkers):
         self.row_sec = row_sec
         self.queues = [deque() for _ in range(num_workers)]
         self.stepping = [None] * num_workers  # the environment that each worker steps now
-        self.cpu_sec_W = np.zeros(num_workers)  # what is left of its step: on a core ...
-        self.wait_sec_W = np.zeros(num_workers)  # ... and waiting, afterwards
-        self.own_sec = 0.0  # what is left of the collecting process's own work
+        # seconds that each process still needs a core, and then waits. The last is the collecting
+        # process
+        self.cpu_sec_P = np.zeros(num_workers + 1)
+        self.wait_sec_P = np.zeros(num_workers + 1)
         self.answered = []
 
     def send(self, env_B):
@@ -259,9 +265,9 @@ class Machine(VirtualWorkers):
         return answered
 
     def work(self, seconds):
-        """Let the process that collects keep a core busy for so many seconds."""
-        self.own_sec = seconds
-        while self.own_sec > 1e-12:
+        """Let the process that collects keep a core busy for this many seconds."""
+        self.cpu_sec_P[-1] = seconds
+        while self.cpu_sec_P[-1] > 0:
             self.pass_time()
 
     def pass_time(self):
@@ -270,24 +276,19 @@ class Machine(VirtualWorkers):
             if self.stepping[worker] is None and queue:
                 e = self.stepping[worker] = queue.popleft()
                 took = self.duration(e, self.steps_N[e])
-                self.cpu_sec_W[worker] = took * self.cpu_share
-                self.wait_sec_W[worker] = took * (1 - self.cpu_share)
-        on_core_W = self.cpu_sec_W > 1e-12
-        waits_W = (self.wait_sec_W > 1e-12) & ~on_core_W
-        ready = on_core_W.sum() + (self.own_sec > 1e-12)
-        speed = min(1.0, self.cores / max(1, ready))  # of each that is ready
-        left = [*(self.cpu_sec_W[on_core_W] / speed), *self.wait_sec_W[waits_W]]
-        if self.own_sec > 1e-12:
-            left.append(self.own_sec / speed)
-        sec = min(left)
+                self.cpu_sec_P[worker] = took * self.cpu_share
+                self.wait_sec_P[worker] = took * (1 - self.cpu_share)
+        on_core_P = self.cpu_sec_P > 0
+        waits_P = (self.wait_sec_P > 0) & ~on_core_P
+        speed = min(1.0, self.cores / max(1, on_core_P.sum()))  # of each that needs a core
+        sec = min([*(self.cpu_sec_P[on_core_P] / speed), *self.wait_sec_P[waits_P]])
         self.now += sec
-        self.cpu_sec_W[on_core_W] -= sec * speed
-        self.wait_sec_W[waits_W] -= sec
-        self.own_sec -= sec * speed
-        done_W = (self.cpu_sec_W <= 1e-12) & (self.wait_sec_W <= 1e-12)
-        for worker in np.flatnonzero(done_W):
-            e = self.stepping[worker]
-            if e is not None:
+        self.cpu_sec_P[on_core_P] -= sec * speed
+        self.wait_sec_P[waits_P] -= sec
+        for left_P in (self.cpu_sec_P, self.wait_sec_P):
+            left_P[left_P < ROUNDING_SEC] = 0.0
+        for worker, e in enumerate(self.stepping):
+            if e is not None and self.cpu_sec_P[worker] == self.wait_sec_P[worker] == 0:
                 self.stepping[worker] = None
                 self.answer(e)
                 self.answered.append(e)
@@ -345,7 +346,7 @@ def cycle_seconds(behaviour, costs, sampler, size, num_workers, cores, seed):
     """Seconds of each cycle, computed. `size` is N and T."""
     num_envs, num_steps = size
     rng = np.random.default_rng(seed)
-    # environment e repeats what was watched of one, from a step of its own
+    # environment e repeats the times of one that was watched, from a step of its own
     sec_E = [sec + behaviour.overhead_sec for sec in behaviour.sec_E]
     begin_N = rng.integers(0, 2**31, num_envs)
 
@@ -431,7 +432,7 @@ def check(options):
 
 
 def allot(run, seconds, num_workers, step_sec):
-    """Shorten the rollouts, so that a training of so many seconds makes a few of them."""
+    """Shorten the rollouts, so that a training of this many seconds makes a few of them."""
     options = run.options
     collected = seconds / 4 * num_workers / step_sec  # about, in a quarter of this time
     fitting = max(FEWEST_STEPS, round(collected / options.num_envs))
@@ -442,7 +443,7 @@ def allot(run, seconds, num_workers, step_sec):
 
 
 def choose_tries(options, usual):
-    """What is tried, in this order: pairs of a sampler and a number of workers."""
+    """The short trainings, in this order: pairs of a sampler and a number of workers."""
     tries = [(sampler, usual) for sampler in (*SAMPLERS, "ver+overlap")]
     more = min(2 * usual, options.num_envs)
     other = more if more > usual else usual // 2
@@ -458,10 +459,10 @@ def try_all(run, tries, seconds, bar):
         if bar.is_full() and len(rows) >= len(SAMPLERS):
             bar.write(f"{sampler} with {workers} workers is not tried: starts take too long")
             continue
-        name, *more = sampler.split("+")
-        options = replace(run.options, sampler=name, num_workers=workers, extensions=tuple(more))
-        own = ver_ppo.extend(Tried, options)(options) if more else run
-        rows.append(try_one(own, options, seconds, bar.tick)._replace(sampler=sampler))
+        options = with_sampler(run.options, sampler, workers)
+        # an extension makes another class
+        own = ver_ppo.extend(Tried, options)(options) if options.extensions else run
+        rows.append(try_one(own, sampler, workers, seconds, bar.tick))
     return rows
 
 
@@ -493,6 +494,9 @@ def launch(options):
                 size = options.num_envs, num_steps
                 how = row.sampler, size, row.workers, cores
                 computed[row, num_steps] = compute(behaviour, costs, *how)
+        larger = []
+        if options.cores or options.ranks > 1:
+            larger = describe_machine(behaviour, costs, options, options.cores or cores, bar)
     if options.file:
         write(options, behaviour, costs, rows, computed)
     print_table(rows, computed, lengths)
@@ -501,13 +505,11 @@ def launch(options):
     chosen, reasons = recommend(rows, usual)
     minutes = 1e6 / chosen.rate / 60
     takes = f"{minutes:.0f} minutes" if minutes < 120 else f"{minutes / 60:.0f} hours"
-    sampler, *more = chosen.sampler.split("+")
     workers = options.num_workers if chosen.workers == usual else chosen.workers
-    own = replace(options, sampler=sampler, num_workers=workers, extensions=tuple(more))
-    print(f"\n    {command_of(own)}\n")
+    print(f"\n    {command_of(with_sampler(options, chosen.sampler, workers))}\n")
     print(f"{reasons} A million steps take {takes}.")
-    if options.cores or options.ranks > 1:
-        print_other_machine(behaviour, costs, options, options.cores or cores)
+    for line in larger:
+        print(line)
 
 
 def write(options, behaviour, costs, rows, computed):
@@ -536,7 +538,7 @@ def show(rate):
 
 
 def print_table(rows, computed, lengths):
-    """Print what was measured, and beside it what was computed for rollouts of these lengths."""
+    """Print the measured rates, and beside them the computed ones for rollouts of these lengths."""
     heads = [f"computed, T = {num_steps}" for num_steps in lengths]
     print(f"trained with T = {lengths[0]}")
     line = "{:12} {:>7} {:>9} {:>8} {:>10} {:>9}" + "  {:>17}" * len(heads)
@@ -547,19 +549,22 @@ def print_table(rows, computed, lengths):
         print(line.format(row.sampler, row.workers, show(row.rate), *shares, *others))
 
 
-def print_other_machine(behaviour, costs, options, cores):
-    """Print what a machine with so many cores would reach, with the best number of workers."""
+def describe_machine(behaviour, costs, options, cores, bar):
+    """Lines with the computed rates of a machine with this many cores, and the best number of
+    workers for each sampler."""
     share = max(1, cores // options.ranks)  # of one rank
     numbers = sorted({min(options.num_envs, number) for number in (share, 2 * share, 4 * share)})
     size = options.num_envs, options.num_steps
-    print(f"computed for {cores} cores and {options.ranks} ranks, workers of each rank:")
+    lines = [f"computed for {cores} cores and {options.ranks} ranks, workers of each rank:"]
     for sampler in SAMPLERS:
-        rates = {
-            number: compute(behaviour, costs, sampler, size, number, cores, options.ranks)
-            for number in numbers
-        }
+        rates = {}
+        for number in numbers:
+            bar.say("computing")
+            how = sampler, size, number, cores, options.ranks
+            rates[number] = compute(behaviour, costs, *how)
         best = max(rates, key=rates.get)
-        print(f"    {sampler:6} {best:3} workers: {show(rates[best])} steps/s")
+        lines.append(f"    {sampler:6} {best:3} workers: {show(rates[best])} steps/s")
+    return lines
 
 
 def main(argv=None):

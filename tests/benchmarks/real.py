@@ -46,11 +46,11 @@ def look_at(name):
 
 if __name__ == "__main__":
     parser = harness.command_line(__doc__)
-    parser.add_argument("names", nargs="*", choices=[[], *SIMULATORS], default=list(SIMULATORS))
+    parser.add_argument("names", nargs="*", choices=[[], *SIMULATORS], help="these alone")
     parser.add_argument("--rounds", type=int, default=2)
     args = parser.parse_args()
     found = harness.kept(args, "real").get("found", {})
-    for number, name in itertools.product(range(args.rounds), args.names):
+    for number, name in itertools.product(range(args.rounds), args.names or SIMULATORS):
         print(f"round {number + 1}: {name}", flush=True)
         found.setdefault(name, []).append(look_at(name))
         harness.keep(args, "real", found=found)
