@@ -39,7 +39,6 @@ WORTH = 1.05  # a command that is faster by less than this is not worth its opti
 SIMULATED = 10_000  # steps of each computation, about
 ROUNDING_SEC = 1e-12  # less time than this is none
 FEWEST_STEPS = 4  # T of a short training
-RARE = 0.4  # share of the time in the longest percent of the steps, from which on chance decides
 SAMPLERS = "sync", "nover", "ver"  # that can be computed
 BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} s"
 
@@ -168,12 +167,24 @@ class Tried(ver_ppo.Run):
     """A short training, which writes no files."""
 
     writes = False
+    kept = None  # a collector, whose environments go on from one training to the next
 
-    def begin(self, seconds, tick):
-        """Prepare a training of this many seconds. `tick` is called in every pass."""
-        self.until = time.perf_counter() + seconds
+    def begin(self, settling_sec, seconds, tick):
+        """Prepare a training whose first seconds do not count. `tick` is called in every pass."""
+        self.settling_sec = settling_sec
+        self.seconds = seconds
         self.tick = tick
-        self.counted_from = None  # steps and time after the first update
+        self.started_at = None  # the end of the first cycle, in which environments may start
+        self.cycle_sec = []  # of the cycles that count
+
+    def start(self):
+        """As Run.start."""
+        if self.kept is None:
+            super().start()
+        else:
+            self.collector = self.kept
+            self.collector.options = self.options
+            self.cleanup.enter_context(ver_ppo.caught_signals(self.note_signal))
 
     def look(self, rows):
         """As Run.look."""
@@ -183,20 +194,25 @@ class Tried(ver_ppo.Run):
     def log(self, rollout, logs):
         """As Run.log. Ends the training when its time is over."""
         super().log(rollout, logs)
-        if self.counted_from is None:  # environments started in this cycle: it does not count
-            self.counted_from = self.step, self.lap_at
+        if self.started_at is None:
+            self.started_at = self.lap_at
+        elif self.lap_at >= self.started_at + self.settling_sec:
+            self.cycle_sec.append(logs["time/cycle_sec"])
+        if not self.cycle_sec:
             self.spent_sec[:] = 0
-        elif self.lap_at > self.until:
+        elif sum(self.cycle_sec) > self.seconds:
             self.options = replace(self.options, total_timesteps=self.step)
 
 
 class Row(NamedTuple):
-    """A short training: steps per second, the shares of waiting for environments, inference and
-    learning, and the seconds of learning for each step."""
+    """A short training: steps per second, and by what share of it chance may have moved it (a
+    standard error); the shares of waiting for environments, inference and learning; the seconds of
+    learning for each step."""
 
     sampler: str
     workers: int
     rate: float
+    error: float
     shares: tuple
     learning_sec: float
 
@@ -207,25 +223,37 @@ def with_sampler(options, sampler, workers):
     return replace(options, sampler=name, num_workers=workers, extensions=tuple(more))
 
 
-def try_one(run, sampler, workers, seconds, tick):
-    """Train with this sampler and this many workers, from the same weights as before. Returns a
-    Row."""
+def try_one(run, sampler, workers, times, tick):
+    """Train with this sampler and this many workers, from the same weights as before. `times` are
+    the seconds that do not count, and those that do. Returns a Row."""
     before = run.options
     weights = {name: part.clone() for name, part in run.policy.state_dict().items()}
     run.options = with_sampler(before, sampler, workers)
-    run.begin(seconds, tick)
+    run.begin(*times, tick)
     try:
         ver_ppo.train(run)
     finally:
         run.options = before
         run.policy.load_state_dict(weights)
         run.optimizer = run.make_optimizer()
-    first_step, first_at = run.counted_from
-    steps = run.step - first_step
-    passed_sec = run.lap_at - first_at
-    learning_sec = run.spent_sec[2] / steps
+    cycles = len(run.cycle_sec)
+    passed_sec = sum(run.cycle_sec)
+    steps = cycles * run.options.rollout_steps
+    error = np.std(run.cycle_sec) / np.mean(run.cycle_sec) / np.sqrt(max(1, cycles - 1))
     shares = tuple(run.spent_sec / passed_sec)
-    return Row(sampler, workers, steps / passed_sec, shares, learning_sec)
+    learning_sec = run.spent_sec[2] / steps
+    return Row(sampler, workers, steps / passed_sec, float(error), shares, learning_sec)
+
+
+@contextlib.contextmanager
+def kept_environments(run, num_workers):
+    """The trainings of `run` share environments and this many workers, which start only once."""
+    options = replace(run.options, num_workers=num_workers)
+    io = ver_ppo.EnvIO(run.spec, options.num_envs)
+    with contextlib.closing(ver_ppo.make_workers(options, "train", run.spec, io)) as workers:
+        run.kept = ver_ppo.Collector(run.policy, workers, io, run.spec, options, run.look)
+        yield
+        run.kept = None
 
 
 # -------------------------------------------------------------------------------------- Computing
@@ -398,8 +426,13 @@ def recommend(rows, usual):
     # from the simplest one on
     names = "ver", "nover", "sync", "ver+overlap"
     order = sorted(rows, key=lambda row: (names.index(row.sampler), row.workers != usual))
-    best = max(row.rate for row in rows)
-    chosen = next(row for row in order if row.rate * WORTH >= best)
+    best = max(rows, key=lambda row: row.rate)
+
+    def is_clearly_slower(row):
+        chance = 2 * np.hypot(row.error, best.error)
+        return best.rate > row.rate * max(WORTH, 1 + chance)
+
+    chosen = next(row for row in order if not is_clearly_slower(row))
     fastest = {row.sampler: row for row in sorted(rows, key=lambda row: row.rate)}
     waits = [f"{fastest[name].shares[0]:.0%} with {name}" for name in SAMPLERS]
     beside = [
@@ -412,10 +445,12 @@ def recommend(rows, usual):
         f"The share of time in which training waits for environments is {', '.join(waits)}.",
     ]
     gained = {name: fastest["ver"].rate / fastest[name].rate for name in ("sync", "nover")}
-    if gained["sync"] < WORTH:
+    if gained["sync"] < WORTH and chosen.sampler != "nover":
         reasons.append("VER gains nothing here: sync is as fast, and can be repeated exactly.")
     elif gained["nover"] < WORTH:
         reasons.append("VER gains nothing over nover here.")
+    if max(row.error for row in rows) > WORTH - 1:
+        reasons.append("Chance may have moved some rates a lot (column +-): try --minutes 20.")
     return chosen, " ".join(reasons)
 
 
@@ -442,27 +477,33 @@ def allot(run, seconds, num_workers, step_sec):
     run.rollout = ver_ppo.Rollout(run.spec, *size, run.device)
 
 
-def choose_tries(options, usual):
-    """The short trainings, in this order: pairs of a sampler and a number of workers."""
-    tries = [(sampler, usual) for sampler in (*SAMPLERS, "ver+overlap")]
+def choose_workers(options, usual):
+    """The numbers of workers to try."""
     more = min(2 * usual, options.num_envs)
     other = more if more > usual else usual // 2
-    return tries + [(sampler, other) for sampler in reversed(SAMPLERS) if other]
+    return [usual, other] if other else [usual]
 
 
-def try_all(run, tries, seconds, bar):
-    """Make these short trainings. Returns their Rows. If time is over, only the first three are
-    made: one with each sampler."""
+def try_all(run, numbers, seconds, bar):
+    """Make short trainings with these numbers of workers. Returns their Rows. If time is over, only
+    the first number is tried."""
     rows = []
-    for sampler, workers in tries:
-        bar.say(f"trying {sampler} with {workers} workers")
-        if bar.is_full() and len(rows) >= len(SAMPLERS):
-            bar.write(f"{sampler} with {workers} workers is not tried: starts take too long")
-            continue
-        options = with_sampler(run.options, sampler, workers)
-        # an extension makes another class
-        own = ver_ppo.extend(Tried, options)(options) if options.extensions else run
-        rows.append(try_one(own, sampler, workers, seconds, bar.tick))
+    # environments that start together have their resets together for a while
+    settle = seconds / 2, seconds
+    for workers in numbers:
+        if rows and bar.is_full():
+            bar.write(f"{workers} workers are not tried: starts take too long")
+            break
+        with kept_environments(run, workers):
+            for sampler in SAMPLERS:
+                bar.say(f"trying {sampler} with {workers} workers")
+                times = settle if sampler == SAMPLERS[0] else (0.0, seconds)
+                rows.append(try_one(run, sampler, workers, times, bar.tick))
+    sampler = "ver+overlap"
+    bar.say(f"trying {sampler} with {numbers[0]} workers")
+    options = with_sampler(run.options, sampler, numbers[0])
+    own = ver_ppo.extend(Tried, options)(options)  # the extension makes another class
+    rows.append(try_one(own, sampler, numbers[0], settle, bar.tick))
     return rows
 
 
@@ -476,15 +517,16 @@ def launch(options):
         endless = {"total_timesteps": 10**12, "eval_episodes": 0, "num_workers": "auto"}
         run = Tried(replace(options, **endless))
         usual = ver_ppo.count_workers(options, run.spec)
-        tries = choose_tries(options, usual)
-        # as much time for watching, and for computing
-        seconds = 60 * options.minutes / (len(tries) + 2)
+        numbers = choose_workers(options, usual)
+        # each number of workers has three trainings, and half of the time of one to settle. So has
+        # `overlap`. As much time as for a training goes into watching, and into computing
+        seconds = 60 * options.minutes / (3.5 * len(numbers) + 1.5 + 2)
         behaviour = watch(run.options, run.spec, seconds, bar.tick)
         bar.write(f"{options.env_id}: {options.num_envs} environments, {cores} cores")
         bar.write(behaviour.describe())
         allot(run, seconds, usual, behaviour.step_sec)
         own_sec = inference_costs(run)
-        rows = try_all(run, tries, seconds, bar)
+        rows = try_all(run, numbers, seconds, bar)
         costs = Costs(*own_sec, np.median([row.learning_sec for row in rows]))
         lengths = sorted({run.options.num_steps, options.num_steps})  # T, as tried and as wanted
         computed = {}
@@ -500,8 +542,6 @@ def launch(options):
     if options.file:
         write(options, behaviour, costs, rows, computed)
     print_table(rows, computed, lengths)
-    if behaviour.numbers()["rare_time"] > RARE:
-        print("Most of the time is in rare long steps. Short trainings see few: try --minutes 20.")
     chosen, reasons = recommend(rows, usual)
     minutes = 1e6 / chosen.rate / 60
     takes = f"{minutes:.0f} minutes" if minutes < 120 else f"{minutes / 60:.0f} hours"
@@ -541,11 +581,12 @@ def print_table(rows, computed, lengths):
     """Print the measured rates, and beside them the computed ones for rollouts of these lengths."""
     heads = [f"computed, T = {num_steps}" for num_steps in lengths]
     print(f"trained with T = {lengths[0]}")
-    line = "{:12} {:>7} {:>9} {:>8} {:>10} {:>9}" + "  {:>17}" * len(heads)
-    print(line.format("sampler", "workers", "steps/s", "waiting", "inference", "learning", *heads))
+    line = "{:12} {:>7} {:>9} {:>5} {:>8} {:>10} {:>9}" + "  {:>17}" * len(heads)
+    shares = "waiting", "inference", "learning"
+    print(line.format("sampler", "workers", "steps/s", "+-", *shares, *heads))
     for row in rows:
         others = [show(computed[row, T]) if (row, T) in computed else "" for T in lengths]
-        shares = [f"{share:.0%}" for share in row.shares]
+        shares = [f"{share:.0%}" for share in (row.error, *row.shares)]
         print(line.format(row.sampler, row.workers, show(row.rate), *shares, *others))
 
 
