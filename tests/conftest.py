@@ -26,6 +26,10 @@ event_file_writer._global_uid = event_file_writer.AtomicCounter(1000)
 import ver_ppo
 
 
+def pytest_addoption(parser):
+    parser.addoption("--whole", action="store_true", help="notebooks train as long as for a reader")
+
+
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch):
     """Without `--device`, tests in this process use the CPU: their own tensors are there."""

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from fractions import Fraction
 
 import matplotlib.pyplot as plt
 import nbformat
@@ -37,6 +38,35 @@ def check_outputs(notebook):
     assert "error" not in kinds and "stderr" not in names, printed
     assert printed.count("\N{CHECK MARK}") >= 3
     assert "display_data" in kinds  # pictures
+
+
+ANSWER = re.compile(r"<summary>Answer.*?</summary>\n\n(.*?)\n\n", re.DOTALL)
+
+
+def check_answers(cells, shortened):
+    """A number in a folded answer is the one that the cell above it computes, as exactly as it is
+    written. After "About" 10 % are allowed, and "0.2 to 0.3" is a range. Numbers are not compared
+    if they depend on the machine, as their answer says, or if training was shortened before."""
+    folds = [ANSWER.search(cell.source) for cell in cells]
+    for k, cell in enumerate(cells):
+        printed = "".join(output.get("text", "") for output in cell.get("outputs", []))
+        values = [float(value) for value in re.findall(r"^computed: (\S+)", printed, re.M)]
+        if not values:
+            continue
+        said = next(fold[1].replace(",", "") for fold in folds[k:] if fold)
+        if "machine" in said or any(later in shortened for later in cells[: k + 1]):
+            continue
+        if among := re.match(r"([\d.]+) to ([\d.]+)", said):
+            assert float(among[1]) <= min(values) and max(values) <= float(among[2]), said
+            continue
+        numbers = re.findall(r"\d+/\d+|\d+(?:\.\d+)?", said)
+        assert len(numbers) >= len(values), said
+        for value, number in zip(values, numbers):
+            right = float(Fraction(number))
+            places = len(number.partition(".")[2])
+            rounding = min(0.5 * 10**-places, 0.02 * right)
+            margin = 0.1 * right if said.startswith("About") else rounding
+            assert abs(value - right) <= margin + 1e-9, f"computed {value}: {said}"
 
 
 EXERCISE = re.compile(r"# Exercise (\d+): write your answer")
@@ -337,7 +367,7 @@ FEWER_STEPS = {  # of training in these notebooks, where their checks do not ask
         "latency(mean_ms=10,": "latency(mean_ms=0.1,",
         "ROLLOUTS = 40": "ROLLOUTS = 10",
     },
-    "15_selfplay": {"games=300": "games=100", "games=200": "games=80"},
+    "15_selfplay": {"games=300": "games=100", "None, 200": "None, 80"},
 }
 
 
@@ -496,7 +526,9 @@ OTHERS = {  # more answers, by notebook and exercise, and what the check must sa
         "answer = [final_value * share for share in (0.884, 0.940, 1)]": "not yet",
         "answer = [final_value * share for share in (0.970, 0.980, 0.99)]": "not yet",
     },
-    ("04_returns_and_ppo", "3"): {  # in PyTorch; divided by the sum of the weights
+    ("04_returns_and_ppo", "3"): {         # the right number for the first mini-batch
+        "objective = lambda ratio_M, advantage_M, weight_M: 0.29": "not yet",
+ # in PyTorch; divided by the sum of the weights
         """def objective(*columns):
     ratio_M, advantage_M, weight_M = map(torch.tensor, columns)
     clipped_M = ratio_M.clamp(0.8, 1.2)
@@ -658,6 +690,12 @@ OTHERS = {  # more answers, by notebook and exercise, and what the check must sa
         # two numbers
         "biases_for = lambda distance, bearing: (distance, bearing)": "not yet",
     },
+    ("15_selfplay", "1"): {
+        # only ever turns left
+        """def robot(observation):
+    seen, distance, cosine, sine = observation["other"]
+    return 0 if seen and abs(sine) < np.sin(np.radians(10)) else 2""": "not yet",
+    },
 }
 
 
@@ -694,21 +732,28 @@ def with_answers(cells, name):
 
 
 @EACH
-def test_notebook_runs(path):
+def test_notebook_runs(path, request):
     """As a reader runs it: in its folder, with a fresh kernel; within some minutes (two at most are
-    promised, on a machine that is not slow or busy). Exercises are answered, wrong and right. Some
-    train for less long: the committed outputs are those of all steps."""
+    promised, on a machine that is not slow or busy). Exercises are answered, wrong and right, and
+    guesses are revealed. Some train for less long, but not with --whole: the committed outputs are
+    those of all steps."""
     notebook = nbformat.read(path, as_version=4)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    for steps, fewer in FEWER_STEPS.get(path.stem, {}).items():
+    shortened = []
+    fewer_steps = {} if request.config.getoption("--whole") else FEWER_STEPS.get(path.stem, {})
+    for steps, fewer in fewer_steps.items():
         (cell,) = [cell for cell in code if steps in cell.source]
         cell.source = cell.source.replace(steps, fewer)
+        shortened.append(cell)
     exercises = [cell for cell in notebook.cells if EXERCISE.match(cell.source)]
     assert len(exercises) >= (2 if path.stem < "10" else 1)  # the appendix has fewer
     notebook.cells, verdicts = with_answers(notebook.cells, path.stem)
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs = []
+    reveal = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from notebooks import draw"
+    reveal += "; draw.compare_guess.__defaults__ = (True,)"
+    notebook.cells.insert(0, nbformat.v4.new_code_cell(reveal))
     where = {"metadata": {"path": str(path.parent)}}
     # the kernel uses socket files, because another process might take its port first. Their paths
     # must be short
@@ -718,6 +763,7 @@ def test_notebook_runs(path):
         client.execute(cleanup_kc=True)  # ends the kernel
     assert nobody_left()
     check_outputs(notebook)
+    check_answers(notebook.cells, shortened)
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     printed = "".join(output.get("text", "") for output in outputs)
     assert re.findall("exercise: (no answer yet|not yet|right)", printed) == verdicts

@@ -351,9 +351,9 @@ def ranks_table(kept):
     rows = []
     for mode, by_ranks in kept["found"].items():
         sps = {ranks: np.array([run["sps"] for run in runs]) for ranks, runs in by_ranks.items()}
-        one = sps.pop("1").mean()
-        speedups = [spread(rates / one, 2) for rates in sps.values()]
-        rows.append([", ".join(in_code(mode.split())), f"1 = {one:.1f} steps/s", *speedups])
+        one = sps.pop("1")
+        speedups = [spread(rates / one, 2) for rates in sps.values()]  # round by round
+        rows.append([", ".join(in_code(mode.split())), f"1 = {one.mean():.1f} steps/s", *speedups])
     return table(["ranks", *by_ranks], rows)
 
 
