@@ -170,49 +170,6 @@ def mutants_table(kept):
     return table(["", "faults", "noticed", "survivors"], rows)
 
 
-def transfer_table(kept):
-    """Mean and range of the evaluations of all seeds."""
-    rows = []
-    for variant in learn.VARIANTS:
-        row = [variant]
-        for task in learn.TRANSFER_TASKS:
-            runs = kept["runs"][task][variant]
-            row.append(mean_and_range([run["evaluation"]["return"][0] for run in runs], 1, " to "))
-        rows.append(row)
-    head = [f"{task}: {what}" for task, what in learn.TRANSFER_TASKS.items()]
-    return table(["", *head], rows)
-
-
-def populations_table(*both):
-    """How many members, single runs, and best of four reached the result of the tuned rate, within
-    2 %."""
-    columns = []
-    for kept in both:
-        tuned = np.mean([evaluated for _, evaluated in kept["tuned"]])
-        found = {"trials": str(len(kept["trials"])), "the tuned rate reaches": f"{tuned:.3g}"}
-        names = {"population": "members of populations", "alone": "runs on their own"}
-        for kind, words in names.items():
-            groups = [trial[kind] for trial in kept["trials"]]
-            ends = [evaluated for group in groups for _, evaluated in group]
-            best = [max(group)[1] for group in groups]  # by its training
-            all_well = sum(end >= 0.98 * tuned for end in ends)
-            best_well = sum(end >= 0.98 * tuned for end in best)
-            shown = ", ".join(f"{end:.3g}" for end in best)
-            found[f"reached: {words}"] = f"{all_well} of {len(ends)}"
-            found[f"reached: the best of four {words}"] = f"{best_well} of {len(best)} ({shown})"
-        columns.append(found)
-    rows = [[name, *(column[name] for column in columns)] for name in columns[0]]
-    return table(["", *learn.POPULATIONS], rows)
-
-
-def duels_table(duels):
-    """Share of games that the last policy wins, by the share of training that its opponent had."""
-    rows = []
-    for seed, won in duels["found"].items():
-        rows.append([seed, *(f"{share:.2f}" for share in won.values())])
-    return table(["seed", *(f"{25 * quarter} %" for quarter in range(4))], rows)
-
-
 # --------------------------------------------------------------------------------- Parts, weights
 
 
@@ -374,15 +331,19 @@ def by_trainer(kept):
     return sps
 
 
-def peers_table(kept):
-    """Steps per second of every trainer, and the factor by which ver_ppo.py is faster."""
-    ours = np.array(by_trainer(kept)["ver", "default"])
-    rows = []
-    for (trainer, variant), sps in by_trainer(kept).items():
-        name = f"{draw.TRAINERS[trainer]}, {variant}"
-        rows.append([name, spread(sps), spread(ours / sps, 2)])
-    head = ["trainer", "steps/s: median (range)", "the default is … times as fast"]
-    return table(head, rows)
+def peers_table(*every):
+    """Steps per second of every trainer with each simulator, and in brackets the range of the
+    factors by which ver_ppo.py is faster."""
+    cells = {}
+    for kept in every:
+        ours = np.array(by_trainer(kept)["ver", "default"])
+        for (trainer, variant), sps in by_trainer(kept).items():
+            name = draw.TRAINERS[trainer] + (f", {variant}" if trainer == "ver" else "")
+            factors = ours / sps
+            cell = f"{np.median(sps):,.0f} ({factors.min():.2f}–{factors.max():.2f})"
+            cells.setdefault(name, []).append(cell)
+    rows = [[name, *row] for name, row in cells.items()]
+    return table(["trainer", "PointNav", "and 2 ms of computing", "and 20 ms of sleep"], rows)
 
 
 def habitat_table(kept):
@@ -437,15 +398,10 @@ def with_footer(make, *names):
 OF_FILES = {  # name: what makes the table, of which files
     "minutes": (minutes_table, "minutes"),
     "starts": (starts_table, "starts"),
-    "transfer": (transfer_table, "transfer"),
-    "evolution": (populations_table, *(f"evolution-{task}" for task in learn.POPULATIONS)),
-    "duels": (duels_table, "duels"),
     "samplers": (samplers_table, "samplers"),
     "ranks": (ranks_table, "ranks"),
     "scaling": (scaling_table, "scaling"),
-    "peers": (peers_table, "peers"),
-    "peers-computes": (peers_table, "peers-computes"),
-    "peers-sleeps": (peers_table, "peers-sleeps"),
+    "peers": (peers_table, "peers", "peers-computes", "peers-sleeps"),
     "habitat": (habitat_table, "habitat"),
     "gpu": (gpu_table, "gpu"),
     "uneven": (uneven_table, "uneven"),
@@ -514,8 +470,6 @@ def draw_pictures():
     costs = {"inference_sec": 0.05, "learning_sec": 3.0}
     learned = {"depth camera": "pointnav", "blind": "pointnav-blind"}
     learned = {label: draw.load_result(task) for label, task in learned.items()}
-    transfer = draw.load_result("transfer")["runs"]
-    decisions = draw.load_result("evolution-CartPole-v1")["trials"][0]["decisions"]
     figures = {
         "whole": draw.whole(),
         "timeline": draw.compare_samplers(
@@ -524,10 +478,8 @@ def draw_pictures():
         "pointnav": draw.learning_curves(learned),
         "peers": draw.trainer_bars(by_trainer(draw.load_result("peers"))),
         "scaling": draw.scaling_curves(draw.load_result("scaling")["found"]),
-        "transfer": draw.transfer_curves(transfer, learn.TRANSFER_TASKS),
         "chain": draw.chain_and_distance(draw.load_result("rearrange")),
         "minutes": draw.minutes_curves(draw.load_result("minutes")["found"]),
-        "population": draw.evolution(decisions),
         "parts": parts_figure(),
     }
     for name, figure in figures.items():
