@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 from dataclasses import fields
-from pathlib import Path
 
 import pytest
 
@@ -44,8 +43,14 @@ pytestmark = pytest.mark.quick
 
 SOURCE = (ROOT / "ver_ppo.py").read_text()
 DETAILS = (ROOT / "notebooks" / "DETAILS.md").read_text()
-# "`name`", path and line of each link to a function, a class or a test
-LINKS = re.findall(r"\[`([\w.]+)`\]\(([\w/.]+\.py)#L(\d+)\)", DETAILS)
+MECHANISMS = (ROOT / "tests" / "README.md").read_text()
+LINK = re.compile(r"\[`([\w.]+)`\]\(([\w/.]+\.py)#L(\d+)\)")
+# name, path and line of each link to a function, a class or a test
+LINKS = [
+    (name, (ROOT / folder / path).resolve(), line)
+    for folder, page in (("notebooks", DETAILS), ("tests", MECHANISMS))
+    for name, path, line in LINK.findall(page)
+]
 ENVIRONMENTS = [duel, habitat, pointnav, rearrange, tasks]
 EXTENSIONS = [chain, check, clocked, controller, graphs, inference, networks, overlap, play]
 EXTENSIONS += [population, series, selfplay, trace, transfer, timeline, virtual_clock]
@@ -57,20 +62,19 @@ MODULES = pytest.mark.parametrize(
 
 
 def test_links_to_code():
-    """Every link of the details leads to the line that defines the function, class or test that it
-    names."""
+    """Every link of the details and of the mechanisms leads to the line that defines the function,
+    class or test that it names."""
     assert len(LINKS) > 150
     modules = {
         module.__name__.split(".")[-1]: module for module in (ver_ppo, ver_multigpu, *BESIDE)
     }
     wrong = []
     for name, path, line in LINKS:
-        lines = (ROOT / "notebooks" / path).read_text().splitlines()
+        lines = path.read_text().splitlines()
         last = name.split(".")[-1]
         first = int(line)
-        if not path.startswith("../tests/"):
-            stem = Path(path).stem
-            thing = operator.attrgetter(name.removeprefix(f"{stem}."))(modules[stem])
+        if path.parent.name != "tests":
+            thing = operator.attrgetter(name.removeprefix(f"{path.stem}."))(modules[path.stem])
             assert callable(thing), name
             _, first = inspect.getsourcelines(thing)  # of its decorators, if it has any
         defined = re.match(rf" *(def|class) {last}\b", lines[int(line) - 1])
@@ -104,7 +108,7 @@ def test_details():
 
 def test_mechanisms():
     """The table of mechanisms has a row for each, with a function and a test."""
-    table = DETAILS.split("| mechanism | function | paper | test |\n|---|---|---|---|\n")[1]
+    table = MECHANISMS.split("| mechanism | function | paper | test |\n|---|---|---|---|\n")[1]
     rows = table.split("\n\n")[0].splitlines()
     assert len(rows) >= 40
     assert len({row.split("|")[1] for row in rows}) == len(rows)

@@ -29,7 +29,7 @@ from PIL import Image
 from notebooks import draw
 from notebooks.extensions import play
 
-NAMES = "README", "notebooks/MANUAL", "notebooks/MEASURED", "notebooks/DETAILS"
+NAMES = "README", "notebooks/MANUAL", "notebooks/MEASURED", "notebooks/DETAILS", "tests/README"
 PAGES = [ROOT / f"{name}.md" for name in NAMES]
 LINK = re.compile(r"\[`([\w.]+)`\]\(([\w/.]+\.py)#L\d+\)")
 MARKS = re.compile(r"(<!-- results: ([\w-]+) -->\n).*?(<!-- end of results -->)", re.DOTALL)
