@@ -1,6 +1,6 @@
-"""The manual's eight examples: each file, as it stands there, does by the command below it what it
-claims."""
+"""The examples: each file does by its command what it claims."""
 
+import ast
 import csv
 import importlib
 import os
@@ -29,35 +29,25 @@ from notebooks.extensions.virtual_clock import (
 )
 from tests.helpers import ROOT, make_spec
 
-PAGE = ROOT / "notebooks" / "DOORS.md"
-SECTION = re.search(r"^#### Eight examples\n(.*?)(?=^#{1,4} |\Z)", PAGE.read_text(), re.M | re.S)[1]
-EXAMPLES = {}  # by file name without .py: code, arguments of its command
-for part in SECTION.split("\n##### ")[1:]:
-    (name,) = re.findall(r"`(\w+)\.py`", part.splitlines()[0])
-    (code,) = re.findall(r"```python\n(.*?)```", part, re.S)
-    (command,) = re.findall(r"^ {4}python ver_ppo\.py (.*)", part.replace(code, ""), re.M)
-    EXAMPLES[name] = code, shlex.split(command)
+HALF = "notebooks.examples.half:Half"
+HOME = ROOT / "notebooks" / "examples"
+EXAMPLES = {}  # by file name without .py: arguments of its command
+for path in sorted(HOME.glob("*.py")):
+    told = ast.get_docstring(ast.parse(path.read_text()), clean=False)
+    (command,) = re.findall(r"^ {4}python (?:ver_ppo\.py|-m [\w.]+) (.*)", told, re.M)
+    EXAMPLES[path.stem] = shlex.split(command)
 SIZES = "--num-envs 4 --num-steps 16 --num-minibatches 2 --hidden-size 16 --num-workers 0"
 SIZES += " --eval-episodes 2"
 SMALL = [*SIZES.split(), "--device", "cpu", "--learner-threads", "1"]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def beside(tmp_path_factory):
-    """The eight files lie where Python finds them, here and in other processes."""
-    home = tmp_path_factory.mktemp("own")
-    for name, (code, _) in EXAMPLES.items():
-        (home / f"{name}.py").write_text(code)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(home)
-        yield
-    for name in EXAMPLES:
-        sys.modules.pop(name, None)
+def module(name):
+    return importlib.import_module(f"notebooks.examples.{name}")
 
 
 def run(name, tmp_path, steps, *more, main=ver_ppo.main):
     """Run an example's command, smaller, with success. Returns the run's folder."""
-    _, args = EXAMPLES[name]
+    args = EXAMPLES[name]
     end = ["--total-timesteps", str(steps), "--runs-dir", str(tmp_path)]
     assert main([*args, *SMALL, *end, *more]) == 0
     (folder,) = tmp_path.iterdir()
@@ -66,14 +56,14 @@ def run(name, tmp_path, steps, *more, main=ver_ppo.main):
 
 def resume(name, folder, steps):
     """Continue an example's run. Its command names the code again."""
-    _, args = EXAMPLES[name]
+    args = EXAMPLES[name]
     more = ["--resume", str(folder), "--total-timesteps", str(steps)]
     assert ver_ppo.main([*args, *more]) == 0
 
 
 def new_policy(name):
     """The policy with which an example's run begins."""
-    _, args = EXAMPLES[name]
+    args = EXAMPLES[name]
     _, policy = ver_ppo.build(ver_ppo.parse_options([*args, *SMALL]))
     return policy
 
@@ -100,7 +90,7 @@ def example_policy(name, policy_class, **arguments):
         for t in range(3 + e, 90, 5)
     }
     workers = VirtualWorkers(4, lambda e, step: 1 + e * 0.37, lambda e, step: ends.get((e, step)))
-    made = getattr(importlib.import_module(name), policy_class)
+    made = getattr(module(name), policy_class)
     policy, rollout, c = build(
         workers, 4, 16, lambda spec, options: made(spec, options, **arguments)
     )
@@ -113,12 +103,15 @@ def example_policy(name, policy_class, **arguments):
     return policy, rollout, minibatch, batch
 
 
-def test_there_are_eight():
-    """Each is short, and its command names it."""
-    assert len(EXAMPLES) == 8
-    for name, (code, args) in EXAMPLES.items():
-        assert len(code.splitlines()) <= 34 and max(map(len, code.splitlines())) <= 100, name
-        assert any(f"{name}:" in word for word in args), name
+def test_there_are_nine():
+    """Each is short, its command names it, and the manual has it."""
+    assert len(EXAMPLES) == 9
+    page = (ROOT / "notebooks" / "DOORS.md").read_text()
+    assert set(re.findall(r"\(examples/(\w+)\.py\)", page)) == set(EXAMPLES)
+    for name, args in EXAMPLES.items():
+        assert len((HOME / f"{name}.py").read_text().splitlines()) <= 42, name
+        named = any(f"notebooks.examples.{name}:" in word for word in args)
+        assert named or name == "annealed"
 
 
 def test_logger(tmp_path):
@@ -141,10 +134,9 @@ def test_logger(tmp_path):
 def test_curves_elsewhere(tmp_path):
     """A run without a network: what would be sent has every curve, and the options."""
     pytest.importorskip("wandb", reason="wandb is not installed")
-    code, args = EXAMPLES["weights_biases"]
-    (tmp_path / "weights_biases.py").write_text(code)
+    args = EXAMPLES["weights_biases"]
     offline = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_DIR": str(tmp_path)}
-    environment = {**os.environ, **offline, "PYTHONPATH": str(tmp_path)}
+    environment = {**os.environ, **offline}
     end = ["--total-timesteps", "192", "--runs-dir", str(tmp_path / "runs")]
     command = [sys.executable, "ver_ppo.py", *args, *SMALL, *end]
     subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=300)
@@ -213,7 +205,7 @@ def test_optimizer_is_both(tmp_path):
     adam = torch.optim.Adam(
         [weight for name, weight in both[1].items() if name not in names], lr=2e-3, eps=1e-5
     )
-    make = importlib.import_module("muon").Muon.make_optimizer
+    make = module("muon").Muon.make_optimizer
     together = make(SimpleNamespace(policy=policies[0], options=ver_ppo.Options()))
     for step in range(4):
         for group in (*together.param_groups, *fast.param_groups, *adam.param_groups):
@@ -247,7 +239,7 @@ def test_sampler():
     workers = VirtualWorkers(num_envs, lambda e, step: seconds[e, step] * (1 + e % 3))
     policy, rollout, usual = build(workers, num_envs, num_steps)
     workers_io = policy, workers, workers.io
-    c = importlib.import_module("half").HalfDone(*workers_io, SPEC, usual.options)
+    c = module("half").HalfDone(*workers_io, SPEC, usual.options)
     rollouts = []
     for c.version in range(8):
         c.collect(rollout)
@@ -277,7 +269,7 @@ def test_sampler_in_a_run(who, tmp_path):
     options = ["--num-workers", "2", "--env-kwargs", "image_size=16"]
     options += ["--seed", "1", "--wrappers", "latency(mean_ms=4, spread=0, between=1.5)"]
     if who == "rank":
-        options += ["--extensions", "half:Half", "--preemption", "none"]
+        options += ["--extensions", HALF, "--preemption", "none"]
     main = ver_multigpu.main if who == "rank" else ver_ppo.main
     found = curves(run("half", tmp_path, 500, *options, main=main))
     steps = np.diff([0, *(step for step, _ in found["losses/policy_loss"])])
@@ -288,15 +280,13 @@ def test_sampler_in_a_run(who, tmp_path):
 
 def test_sampler_with_others(tmp_path, capsys):
     """Before or behind `overlap` is the same. Ranks that preempt refuse it."""
-    for extensions in (("half:Half", "overlap"), ("overlap", "half:Half")):
+    for extensions in (
+        (HALF, "overlap"),
+        ("overlap", HALF),
+    ):
         run_class = ver_ppo.extend(ver_ppo.Run, ver_ppo.Options(extensions=extensions))
-        assert (
-            run_class.collector_class.__name__ == "HalfDone"
-            and run_class.start is Overlap.start
-        )
-    assert (
-        ver_multigpu.main(["--extensions", "half:Half", "--runs-dir", str(tmp_path), *SMALL]) == 2
-    )
+        assert run_class.collector_class.__name__ == "HalfDone" and run_class.start is Overlap.start
+    assert ver_multigpu.main(["--extensions", HALF, "--runs-dir", str(tmp_path), *SMALL]) == 2
     assert "--preemption optimal: must be none" in capsys.readouterr().err
 
 
@@ -362,11 +352,16 @@ def test_auxiliary_loss_in_a_run(tmp_path):
 def test_masked_actions(tmp_path):
     """A run never takes an action that is not allowed; and the same without the mask does. Acting
     and learning agree, so the ratio of the first update is 1."""
-    more = ["--wrappers", "masked:ShowMask", "tests.envs:Obedient", "--env-kwargs"]
+    more = [
+        "--wrappers",
+        "notebooks.examples.masked:ShowMask",
+        "tests.envs:Obedient",
+        "--env-kwargs",
+    ]
     folder = run("masked", tmp_path / "masked", 640, *more)
     assert saved(folder)["step"] == 640
     assert curves(folder)["losses/approx_kl"][0][1] < 1e-3
-    _, args = EXAMPLES["masked"]
+    args = EXAMPLES["masked"]
     end = ["--total-timesteps", "640", "--runs-dir", str(tmp_path / "all")]
     with pytest.raises(AssertionError, match="not allowed"):
         ver_ppo.main([*args, *SMALL, *end, *more, "--policy", "ver_ppo:Policy"])
@@ -378,7 +373,7 @@ def test_probabilities_of_masked_actions():
     observation = spaces.Dict(mask=spaces.MultiBinary(4), place=spaces.Box(-1, 1, (3,)))
     spec = make_spec(observation, spaces.Discrete(4))
     options = ver_ppo.Options(hidden_size=8)
-    policy = importlib.import_module("masked").Masked(spec, options)
+    policy = module("masked").Masked(spec, options)
     policy.actor.weight.data.normal_()
     allowed_BC = torch.tensor([[1, 1, 1, 1], [1, 0, 1, 0], [0, 0, 0, 1]], dtype=torch.int8)
     core_BH = torch.randn(3, 8)
@@ -394,10 +389,27 @@ def test_probabilities_of_masked_actions():
     assert torch.isfinite(policy.actor.weight.grad).all()
 
 
+def test_a_program_of_ones_own(tmp_path):
+    """It has the usual command line, and an option more."""
+    more = {"cwd": ROOT, "capture_output": True, "text": True}
+    start = [sys.executable, "-m", "notebooks.examples.annealed", "--num-workers", "1"]
+    two_updates = ["--total-timesteps", "128", "--runs-dir", str(tmp_path)]
+    done = subprocess.run(
+        [*start, *EXAMPLES["annealed"], *SMALL, "--num-workers", "1", *two_updates], **more
+    )
+    assert done.returncode == 0, done.stderr
+    (folder,) = tmp_path.iterdir()
+    content = saved(folder)
+    assert content["options"]["last_ent_coef"] == 1e-4
+    assert 1e-4 < content["policy"]["log_ent_coef"].exp() < 4.5e-3
+    refused = subprocess.run([*start, "--gamma", "2"], **more)
+    assert (refused.returncode, refused.stderr[:21]) == (2, "annealed.py: --gamma ")
+
+
 def test_core(tmp_path):
     """It trains, and its two ways to compute are one."""
     run("gru", tmp_path, 128)
-    core = ver_ppo.load("gru:GRU", "--policy")(5, 8)
+    core = ver_ppo.load("notebooks.examples.gru:GRU", "--policy")(5, 8)
     x_MF, state_Q = torch.randn(7, 5), torch.randn(3, 1, 8)
     batch_sizes = torch.tensor([3, 2, 2])
     stepped, state = [], state_Q

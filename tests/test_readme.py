@@ -24,9 +24,7 @@ OF_NOTEBOOKS = [f"notebooks/{name}.md" for name in NAMES]
 PAGES = {path: (ROOT / path).read_text() for path in ("README.md", *OF_NOTEBOOKS)}
 README = PAGES["README.md"]
 MANUAL = "\n".join(PAGES[path] for path in OF_NOTEBOOKS[:3])  # it has three pages
-# those of the eight examples are run in test_examples.py
-OTHERS = re.sub(r"\n#### Eight examples\n.*?(?=\n#{1,4} )", "", README + MANUAL, flags=re.S)
-COMMANDS = re.findall(r"^ {4}((?:pip|python|torchrun|tensorboard) .*)", OTHERS, re.M)
+COMMANDS = re.findall(r"^ {4}((?:pip|python|torchrun|tensorboard) .*)", README + MANUAL, re.M)
 ONLY_READ = "# not run by the tests|-m pytest|^pip install -r requirements.txt$"
 RUN = [command for command in COMMANDS if not re.search(ONLY_READ, command)]
 SHORT = ["--num-steps", "16", "--total-timesteps", "1", "--eval-episodes", "2"]  # one small rollout
@@ -207,29 +205,6 @@ def test_own_environment(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert ver_ppo.main(arguments(next(command for command in RUN if "corridor:" in command))) == 0
     assert read_events(tmp_path / "runs").Scalars("eval/arrived")[-1].value > 0.9
-
-
-def test_a_program_of_ones_own(tmp_path):
-    """The manual's program has the usual command line, and an option more."""
-    text = re.search(r"```python\n(import functools.*?annealed import.*?)```", MANUAL, re.S)[1]
-    (tmp_path / "annealed.py").write_text(text)
-    (line,) = re.findall(r"`python annealed\.py\s([^`]*)`", MANUAL)
-    more = {
-        "cwd": tmp_path,
-        "env": os.environ | {"PYTHONPATH": str(ROOT)},
-        "capture_output": True,
-        "text": True,
-    }
-    start = [sys.executable, "annealed.py", "--num-workers", "1"]
-    two_updates = [*SHORT, "--total-timesteps", "1024"]
-    done = subprocess.run([*start, *line.split(), *two_updates], **more)
-    assert done.returncode == 0, done.stderr
-    (path,) = tmp_path.glob("runs/*/checkpoint.pt")
-    content = ver_ppo.load_checkpoint(path)
-    assert content["options"]["last_ent_coef"] == 1e-4
-    assert 1e-4 < content["policy"]["log_ent_coef"].exp() < 4.5e-3
-    refused = subprocess.run([*start, "--gamma", "2"], **more)
-    assert (refused.returncode, refused.stderr[:21]) == (2, "annealed.py: --gamma ")
 
 
 def test_as_a_library(tmp_path):
