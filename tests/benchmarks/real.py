@@ -4,6 +4,7 @@
     pip install vizdoom
     real.py --rounds 2                          3 minutes for each simulator and round
     real.py crafter Humanoid --rounds 1         of these alone
+    taskset --cpu-list 0 real.py --rounds 1     on one core
 
 notebooks/extensions/advise.py looks at each of them. Nothing else may run on the machine. Rounds
 are added to those that the results have.
@@ -52,5 +53,7 @@ if __name__ == "__main__":
     found = harness.kept(args, "real").get("found", {})
     for number, name in itertools.product(range(args.rounds), args.names or SIMULATORS):
         print(f"round {number + 1}: {name}", flush=True)
-        found.setdefault(name, []).append(look_at(name))
+        looked = look_at(name)
+        by_cores = found.setdefault(name, {})
+        by_cores.setdefault(str(looked["cores"]), []).append(looked)
         harness.keep(args, "real", found=found)

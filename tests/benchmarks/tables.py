@@ -23,7 +23,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import speed
 import studies
-from harness import ROOT, SAMPLERS, spread, ver_ppo
+from harness import COMPARED, ROOT, SAMPLERS, spread, ver_ppo
 from PIL import Image
 
 from notebooks import draw
@@ -303,6 +303,53 @@ def uneven_table(kept):
     return table([*head, "`nover`, run (computed)", "`ver`, run (computed)"], rows)
 
 
+def real_table(kept):
+    """How uneven real simulators are, and steps per second with each sampler."""
+    rows = []
+    for name, by_cores in kept["found"].items():
+        for cores, rounds in by_cores.items():
+            numbers = [looked["behaviour"] for looked in rounds]
+            mean_ms, longest_ms, deviation, resets = (
+                np.mean([found[key] for found in numbers])
+                for key in ("mean_ms", "longest_ms", "deviation", "resets_time")
+            )
+            how = f"{mean_ms:.2g}, {longest_ms:,.0f}", f"{deviation:.1f}", f"{resets:.0%}"
+            rates = {}
+            for sampler in ("sync", "nover", "ver", "ver+overlap"):  # with the best of two numbers
+                rates[sampler] = np.array(
+                    [
+                        max(one["rate"] for one in looked["tried"] if one["sampler"] == sampler)
+                        for looked in rounds
+                    ]
+                )
+            sync = rates.pop("sync")
+            ratios = [spread(rate / sync, 2) for rate in rates.values()]
+            rows.append([name, cores, *how, spread(sync, 0 if sync.min() > 100 else 1), *ratios])
+    head = ["simulator", "cores", "ms of a step: mean, longest", "deviation", "resets"]
+    return table([*head, "`sync`: steps/s", "`nover`", "`ver`", "`ver` + `overlap`"], rows)
+
+
+def predictions_table(kept):
+    """Computed steps per second by measured ones: each round, with both numbers of workers."""
+    rows = []
+    for name, by_cores in kept["found"].items():
+        for cores, rounds in by_cores.items():
+            row = [name, cores]
+            for sampler in COMPARED:
+                found = [
+                    one["rate"] / measured["rate"]
+                    for looked in rounds
+                    for measured in looked["tried"]
+                    for one in looked["computed"]
+                    if measured["sampler"] == one["sampler"] == sampler
+                    and measured["workers"] == one["workers"]
+                    and one["num_steps"] == min(each["num_steps"] for each in looked["computed"])
+                ]
+                row.append(", ".join(f"{ratio:.2f}" for ratio in found))
+            rows.append(row)
+    return table(["simulator", "cores", "`sync`", "`nover`", "`ver`"], rows)
+
+
 def ranks_table(kept):
     """Speed-ups of real runs over one rank."""
     rows = []
@@ -405,6 +452,8 @@ OF_FILES = {  # name: what makes the table, of which files
     "habitat": (habitat_table, "habitat"),
     "gpu": (gpu_table, "gpu"),
     "uneven": (uneven_table, "uneven"),
+    "real": (real_table, "real"),
+    "predictions": (predictions_table, "real"),
     "mutants": (mutants_table, "mutants"),
     "parts": (parts_table, "parts"),
     "weights": (weights_table, "weights"),
