@@ -403,7 +403,6 @@ OTHERS = {  # more answers, by notebook and exercise, and what the check must sa
         "missed = 3": "not yet",
     },
     ("08_language_models", "3"): {"answer = 0.43": "right", "answer = 1 - 0.1**8": "not yet"},
-    ("08_language_models", "4"): {"answer = [0.8, 1.5, 5]": "not yet"},
     ("06_optimal_preemption", "1"): {  # clears its input
         """def my_preemption(step_sec_2, most, learning_sec):
     _, end_sec = ver_multigpu.optimal_preemption(step_sec_2[:, None], most, True, learning_sec)
