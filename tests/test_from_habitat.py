@@ -395,8 +395,8 @@ def test_task_and_options(tmp_path):
 
 
 def test_a_constant_learning_rate(tmp_path, monkeypatch):
-    """The extension in FROM_HABITAT.md works as printed."""
-    page = (ROOT / "notebooks" / "FROM_HABITAT.md").read_text()
+    """The extension in HABITAT.md works as printed."""
+    page = (ROOT / "notebooks" / "HABITAT.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", page, re.S)
     (tmp_path / "constant.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)

@@ -29,8 +29,10 @@ from PIL import Image
 from notebooks import draw
 from notebooks.extensions import play
 
-NAMES = "README", "notebooks/MANUAL", "notebooks/MEASURED", "notebooks/DETAILS", "tests/README"
-PAGES = [ROOT / f"{name}.md" for name in NAMES]
+PAGES = [ROOT / "README.md", ROOT / "tests" / "README.md"]
+PAGES += [
+    ROOT / "notebooks" / f"{name}.md" for name in ("MANUAL", "MEASURED", "HABITAT", "DETAILS")
+]
 LINK = re.compile(r"\[`([\w.]+)`\]\(([\w/.]+\.py)#L\d+\)")
 MARKS = re.compile(r"(<!-- results: ([\w-]+) -->\n).*?(<!-- end of results -->)", re.DOTALL)
 PICTURES = ROOT / "notebooks" / "pictures"
