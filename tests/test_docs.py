@@ -29,7 +29,6 @@ from notebooks.extensions import (
     population,
     selfplay,
     series,
-    timeline,
     trace,
     transfer,
     virtual_clock,
@@ -53,7 +52,7 @@ LINKS = [
 ]
 ENVIRONMENTS = [duel, habitat, pointnav, rearrange, tasks]
 EXTENSIONS = [chain, check, clocked, controller, graphs, inference, networks, overlap, play]
-EXTENSIONS += [population, series, selfplay, trace, transfer, timeline, virtual_clock]
+EXTENSIONS += [population, series, selfplay, trace, transfer, virtual_clock]
 EXTENSIONS += [virtual_ranks, wrappers]
 BESIDE = [draw, *ENVIRONMENTS, *EXTENSIONS]  # the scripts
 MODULES = pytest.mark.parametrize(
