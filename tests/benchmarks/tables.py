@@ -210,25 +210,42 @@ def compared(full, without, digits):
 
 
 def parts_table(kept):
-    """What the full method and the method without each part have learned, in both tasks, beside
+    """What the full method and the method without each part have learned in its small task, beside
     what was expected."""
     rows = []
-    for key, part in studies.PARTS.items():
-        for name, expected in zip((part.small, "pointnav"), part.expected):
-            runs = kept["found"].get(name, {})
-            full = studies.CRASHING if part.crashes else "full"
-            if full not in runs or key not in runs:
-                continue
-            task = studies.TASKS[name]
-            both = [numbers_of(runs[variant], task) for variant in (full, key)]
-            cells, seeds = compared(*both, 0 if name == "pole" else 3)
-            minutes = [np.mean([found[seed][2] for seed in found]) for found in both]
-            times = f"{minutes[1] / minutes[0]:.2f}"
-            what = [part.part, part.without, task.words, str(seeds)]
-            rows.append([*what, *cells, times, expected])
+    for part, seeds, cells, expected in compared_parts(kept, 0):
+        words = studies.TASKS[part.small].words
+        rows.append([part.part, part.without, words, str(seeds), *cells, expected])
     head = ["part", "without it", "task", "seeds", "evaluation", "training curve"]
     rows = table([*head, "times as many minutes", "expected"], rows)
     return [*rows, "", measured_at(["parts"])]
+
+
+def pointnav_parts_table(kept):
+    """The same in PointNav, where all rows have the same task and the same seeds."""
+    rows = []
+    for part, _, cells, expected in compared_parts(kept, 1):
+        rows.append([f"{part.part}: {part.without}", *cells, expected])
+    head = ["part, and what is without it", "success", "training curve", "times as many minutes"]
+    return [*table([*head, "expected"], rows), "", measured_at(["parts-pointnav"])]
+
+
+def compared_parts(kept, which):
+    """For each part: the part, the number of seeds, cells of results, and what was expected.
+    `which`: 0 for the part's small task, 1 for PointNav."""
+    found = []
+    for key, part in studies.PARTS.items():
+        name = (part.small, "pointnav")[which]
+        runs = kept["found"].get(name, {})
+        full = studies.CRASHING if part.crashes else "full"
+        if full not in runs or key not in runs:
+            continue
+        both = [numbers_of(runs[variant], studies.TASKS[name]) for variant in (full, key)]
+        cells, seeds = compared(*both, 0 if name == "pole" else 3)
+        minutes = [np.mean([by_seed[seed][2] for seed in by_seed]) for by_seed in both]
+        cells.append(f"{minutes[1] / minutes[0]:.2f}")
+        found.append((part, seeds, cells, part.expected[which]))
+    return found
 
 
 def weights_table(kept):
@@ -458,6 +475,7 @@ OF_FILES = {  # name: what makes the table, of which files
     "predictions": (predictions_table, "real"),
     "mutants": (mutants_table, "mutants"),
     "parts": (parts_table, "parts"),
+    "parts-pointnav": (pointnav_parts_table, "parts-pointnav"),
     "weights": (weights_table, "weights"),
 }
 LEARNED = {
