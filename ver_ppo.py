@@ -533,10 +533,10 @@ class Collector:
         episodes in the same way, and one column, `done`, is enough for both. The value is computed
         with the memory of that episode, which `state_N` still holds.
 
-        If the environment failed and was started again, the step is *lost*: it has no outcome. Its
-        reward becomes its predicted value V, and `done` is set. So its advantage is V - V = 0, and
-        the step before it bootstraps from V, as at the end of a rollout. (A lost step is not
-        truncated.)
+        If the environment was started again, because its worker had failed, the step is *lost*: it
+        has no outcome, and must teach nothing. So its reward becomes its predicted value V, and
+        `done` is set. Then `compute_advantages`, below, gives it the advantage V - V = 0, and the
+        step before it learns as if the rollout had ended there. (A lost step is not truncated.)
         """
         io = self.io
         rollout.copy(row_B, self.pending, env_B)
@@ -694,6 +694,7 @@ def pack(sequences):
 
     A PackedSequence reads them column by column: a e g | b f | c | d, batch sizes 3 2 1 1. Returns
     the rows in this order, and the batch sizes: how many sequences are still running at each time.
+    (`LSTM.sequences`, after the lesson, runs the LSTM over them in 15 lines.)
 
     >>> letters = np.array(list("abcdefg"))
     >>> row_M, batch_sizes = pack([np.array([4, 5]), np.array([0, 1, 2, 3]), np.array([6])])
