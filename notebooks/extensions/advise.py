@@ -477,34 +477,35 @@ def allot(run, seconds, num_workers, step_sec):
     run.rollout = ver_ppo.Rollout(run.spec, *size, run.device)
 
 
-def choose_workers(options, usual):
-    """The numbers of workers to try."""
-    more = min(2 * usual, options.num_envs)
-    other = more if more > usual else usual // 2
-    return [usual, other] if other else [usual]
+def other_number(behaviour, costs, run, usual):
+    """A number of workers to try beside the usual one: the fastest one as computed, or half as
+    many if there are no more environments."""
+    size = run.options.num_envs, run.options.num_steps
+    numbers = {min(many * usual, size[0]) for many in (2, 4, 8)} - {usual}
+    if not numbers:
+        return usual // 2
+    cores = ver_ppo.count_cores()
+    return max(sorted(numbers), key=lambda W: compute(behaviour, costs, "ver", size, W, cores))
 
 
-def try_all(run, numbers, seconds, bar):
-    """Make short trainings with these numbers of workers. Returns their Rows. If time is over, only
-    the first number is tried."""
+def try_samplers(run, workers, seconds, bar):
+    """Make a short training with each sampler and this many workers. Returns their Rows."""
     rows = []
-    # environments that start together have their resets together for a while
-    settle = seconds / 2, seconds
-    for workers in numbers:
-        if rows and bar.is_full():
-            bar.write(f"{workers} workers are not tried: starts take too long")
-            break
-        with kept_environments(run, workers):
-            for sampler in SAMPLERS:
-                bar.say(f"trying {sampler} with {workers} workers")
-                times = settle if sampler == SAMPLERS[0] else (0.0, seconds)
-                rows.append(try_one(run, sampler, workers, times, bar.tick))
-    sampler = "ver+overlap"
-    bar.say(f"trying {sampler} with {numbers[0]} workers")
-    options = with_sampler(run.options, sampler, numbers[0])
-    own = ver_ppo.extend(Tried, options)(options)  # the extension makes another class
-    rows.append(try_one(own, sampler, numbers[0], settle, bar.tick))
+    with kept_environments(run, workers):
+        for sampler in SAMPLERS:
+            bar.say(f"trying {sampler} with {workers} workers")
+            # environments that start together have their resets together for a while
+            settling_sec = 0.0 if rows else seconds / 2
+            rows.append(try_one(run, sampler, workers, (settling_sec, seconds), bar.tick))
     return rows
+
+
+def try_overlap(run, workers, seconds, bar):
+    """The same with `--extensions overlap`, which starts environments of its own."""
+    bar.say(f"trying ver with overlap and {workers} workers")
+    options = with_sampler(run.options, "ver+overlap", workers)
+    own = ver_ppo.extend(Tried, options)(options)  # the extension makes another class
+    return try_one(own, "ver+overlap", workers, (seconds / 2, seconds), bar.tick)
 
 
 def launch(options):
@@ -517,17 +518,22 @@ def launch(options):
         endless = {"total_timesteps": 10**12, "eval_episodes": 0, "num_workers": "auto"}
         run = Tried(replace(options, **endless))
         usual = ver_ppo.count_workers(options, run.spec)
-        numbers = choose_workers(options, usual)
-        # each number of workers has three trainings, and half of the time of one to settle. So has
-        # `overlap`. As much time as for a training goes into watching, and into computing
-        seconds = 60 * options.minutes / (3.5 * len(numbers) + 1.5 + 2)
+        # two numbers of workers have three trainings each, and half of the time of one to settle.
+        # `overlap` has one. As much time goes into watching, and into computing
+        seconds = 60 * options.minutes / (2 * 3.5 + 1.5 + 2)
         behaviour = watch(run.options, run.spec, seconds, bar.tick)
         bar.write(f"{options.env_id}: {options.num_envs} environments, {cores} cores")
         bar.write(behaviour.describe())
         allot(run, seconds, usual, behaviour.step_sec)
         own_sec = inference_costs(run)
-        rows = try_all(run, numbers, seconds, bar)
+        rows = try_samplers(run, usual, seconds, bar)
         costs = Costs(*own_sec, np.median([row.learning_sec for row in rows]))
+        other = other_number(behaviour, costs, run, usual)
+        if bar.is_full():
+            bar.write("Starts take long, so only one number of workers is tried. Try --minutes 10.")
+        elif other:
+            rows += try_samplers(run, other, seconds, bar)
+        rows.append(try_overlap(run, usual, seconds, bar))
         lengths = sorted({run.options.num_steps, options.num_steps})  # T, as tried and as wanted
         computed = {}
         for row, num_steps in itertools.product(rows, lengths):

@@ -23,7 +23,6 @@ ATARI = "gymnasium.wrappers:AtariPreprocessing(grayscale_newaxis=True)"
 SIMULATORS = {
     "crafter": "--env-id simulators:Crafter-v0 --num-envs 16 --num-steps 64",
     "highway intersection": "--env-id highway_env:intersection-v1 --num-envs 16 --num-steps 64",
-    "highway": "--env-id highway_env:highway-v0 --num-envs 16 --num-steps 64",
     "Hopper": "--env-id Hopper-v5",
     "Humanoid": "--env-id Humanoid-v5",
     "CarRacing": "--env-id CarRacing-v3 --wrappers 'resize(height=48, width=48)' --num-steps 64",
