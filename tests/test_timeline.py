@@ -212,6 +212,6 @@ def test_in_a_browser(tmp_path):
     assert (result["playing"], result["paused"]) == ("Pause", "Play")
     assert result["bars"] > 20
     assert result["filling"].startswith("Rollout 1: 32 of 32 steps, the learner learns from it")
-    assert result["step"].startswith("Environment 0, step 0:")
+    assert result["step"].startswith("Environment 0, step 1,")
     assert len(result["shown"]) > 300
     assert all(number == words for number, words in result["shown"])

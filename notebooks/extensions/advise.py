@@ -445,7 +445,9 @@ def recommend(rows, usual):
         f"The share of time in which training waits for environments is {', '.join(waits)}.",
     ]
     gained = {name: fastest["ver"].rate / fastest[name].rate for name in ("sync", "nover")}
-    if gained["sync"] < WORTH and chosen.sampler != "nover":
+    if gained["sync"] < WORTH and chosen.sampler == "ver+overlap":
+        reasons.append("Without overlap, VER gains nothing here.")
+    elif gained["sync"] < WORTH and chosen.sampler != "nover":
         reasons.append("VER gains nothing here: sync is as fast, and can be repeated exactly.")
     elif gained["nover"] < WORTH:
         reasons.append("VER gains nothing over nover here.")
