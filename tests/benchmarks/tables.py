@@ -209,43 +209,29 @@ def compared(full, without, digits):
     return cells, len(seeds)
 
 
-def parts_table(kept):
-    """What the full method and the method without each part have learned in its small task, beside
-    what was expected."""
+def parts_table(small, pointnav):
+    """What the full method and the method without each part have learned, in the part's small task
+    and in PointNav, beside what was expected."""
     rows = []
-    for part, seeds, cells, expected in compared_parts(kept, 0):
-        words = studies.TASKS[part.small].words
-        rows.append([part.part, part.without, words, str(seeds), *cells, expected])
-    head = ["part", "without it", "task", "seeds", "evaluation", "training curve"]
-    rows = table([*head, "times as many minutes", "expected"], rows)
-    return [*rows, "", measured_at(["parts"])]
-
-
-def pointnav_parts_table(kept):
-    """The same in PointNav, where all rows have the same task and the same seeds."""
-    rows = []
-    for part, _, cells, expected in compared_parts(kept, 1):
-        rows.append([f"{part.part}: {part.without}", *cells, expected])
-    head = ["part, and what is without it", "success", "training curve", "times as many minutes"]
-    return [*table([*head, "expected"], rows), "", measured_at(["parts-pointnav"])]
-
-
-def compared_parts(kept, which):
-    """For each part: the part, the number of seeds, cells of results, and what was expected.
-    `which`: 0 for the part's small task, 1 for PointNav."""
-    found = []
     for key, part in studies.PARTS.items():
-        name = (part.small, "pointnav")[which]
-        runs = kept["found"].get(name, {})
-        full = studies.CRASHING if part.crashes else "full"
-        if full not in runs or key not in runs:
-            continue
-        both = [numbers_of(runs[variant], studies.TASKS[name]) for variant in (full, key)]
-        cells, seeds = compared(*both, 0 if name == "pole" else 3)
-        minutes = [np.mean([by_seed[seed][2] for seed in by_seed]) for by_seed in both]
-        cells.append(f"{minutes[1] / minutes[0]:.2f}")
-        found.append((part, seeds, cells, part.expected[which]))
-    return found
+        with_all = studies.CRASHING if part.crashes else "full"
+        compared_in = []
+        for name, kept in ((part.small, small), ("pointnav", pointnav)):
+            runs = kept["found"][name]
+            both = [runs[variant] for variant in (with_all, key)]
+            compared_in.append([numbers_of(found, studies.TASKS[name]) for found in both])
+        cells, seeds = compared(*compared_in[0], 0 if part.small == "pole" else 3)
+        full, without = compared_in[0]
+        minutes = [np.mean([by_seed[seed][2] for seed in by_seed]) for by_seed in (full, without)]
+        full, without = compared_in[1]
+        change = [without[seed][0] - full[seed][0] for seed in sorted(full.keys() & without.keys())]
+        what = [part.part, part.without, studies.TASKS[part.small].words, str(seeds)]
+        times = f"{minutes[1] / minutes[0]:.2f}"
+        here, there = part.expected
+        rows.append([*what, *cells, times, here, with_error(np.array(change), 3, "+"), there])
+    head = ["part", "in its place", "small task", "seeds", "evaluation", "training curve"]
+    head += ["minutes: ratio", "expected", "PointNav: success, five seeds", "expected"]
+    return [*table(head, rows), "", measured_at(["parts"])]
 
 
 def weights_table(kept):
@@ -474,8 +460,7 @@ OF_FILES = {  # name: what makes the table, of which files
     "real": (real_table, "real"),
     "predictions": (predictions_table, "real"),
     "mutants": (mutants_table, "mutants"),
-    "parts": (parts_table, "parts"),
-    "parts-pointnav": (pointnav_parts_table, "parts-pointnav"),
+    "parts": (parts_table, "parts", "parts-pointnav"),
     "weights": (weights_table, "weights"),
 }
 LEARNED = {
