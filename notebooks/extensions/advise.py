@@ -128,34 +128,42 @@ class Behaviour(NamedTuple):
 
 
 def watch(options, spec, seconds, look):
-    """Let a few environments act at random for some seconds, in one worker and one at a time, so
-    that nothing else needs a core. Returns their Behaviour."""
+    """Let a few environments act at random for some seconds. There is a worker for each core, and
+    each of them steps one environment at a time: cores that are all busy are slower than one that
+    is alone. Returns the environments' Behaviour."""
     rng = np.random.default_rng(0)
-    options = replace(options, num_envs=min(options.num_envs, WATCHED), num_workers=1)
-    io = ver_ppo.EnvIO(spec, options.num_envs)
-    found = [[] for _ in range(options.num_envs)]
+    num_envs = min(options.num_envs, WATCHED)
+    num_workers = min(ver_ppo.count_cores(), num_envs)
+    options = replace(options, num_envs=num_envs, num_workers=num_workers)
+    io = ver_ppo.EnvIO(spec, num_envs)
+    found = [[] for _ in range(num_envs)]
     with contextlib.closing(ver_ppo.make_workers(options, "train", spec, io)) as workers:
-        starting = options.num_envs
-        while starting:
-            starting -= len(workers.receive(0.05))
-            look()
-        began_at = time.perf_counter()
-        for e in itertools.cycle(range(options.num_envs)):
-            if time.perf_counter() - began_at > seconds and found[-1]:
-                break
+
+        def act(e):
             if spec.choices:
                 io["action"][e] = rng.integers(spec.choices)
             else:
                 io["action"][e] = rng.uniform(-1, 1, spec.action_dims)
             workers.send(np.array([e]))
-            while not workers.receive(0.05):
-                look()
-            found[e].append((io["step_sec"][e], io["first"][e]))
+
+        starting = num_envs
+        while starting:
+            starting -= len(workers.receive(0.05))
+            look()
+        began_at = time.perf_counter()
+        for e in range(num_workers):
+            act(e)
+        while time.perf_counter() - began_at < seconds or not all(found):
+            for e in workers.receive(0.05):
+                found[e].append((io["step_sec"][e], io["first"][e]))
+                after = e + num_workers  # of the same worker
+                act(after if after < num_envs else e % num_workers)
+            look()
         passed_sec = time.perf_counter() - began_at
     sec_E = [np.array([sec for sec, _ in steps]) for steps in found]
     resets_E = [np.array([first for _, first in steps]) for steps in found]
     steps = sum(map(len, sec_E))
-    overhead_sec = max(0.0, passed_sec - sum(map(np.sum, sec_E))) / steps
+    overhead_sec = max(0.0, num_workers * passed_sec - sum(map(np.sum, sec_E))) / steps
     cpu_share = min(1.0, spec.cpu_sec / spec.step_sec)
     return Behaviour(sec_E, resets_E, cpu_share, overhead_sec)
 
