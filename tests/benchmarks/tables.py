@@ -308,6 +308,11 @@ def uneven_table(kept):
     return table([*head, "`nover`, run (computed)", "`ver`, run (computed)"], rows)
 
 
+def of_rounds(values, digits=0):
+    """Median and range of the rounds. One round has no range."""
+    return spread(values, digits) if len(values) > 1 else f"{values[0]:,.{digits}f}"
+
+
 def real_table(kept):
     """How uneven real simulators are, and steps per second with each sampler."""
     rows = []
@@ -328,8 +333,8 @@ def real_table(kept):
                     ]
                 )
             sync = rates.pop("sync")
-            ratios = [spread(rate / sync, 2) for rate in rates.values()]
-            rows.append([name, cores, *how, spread(sync, 0 if sync.min() > 100 else 1), *ratios])
+            ratios = [of_rounds(rate / sync, 2) for rate in rates.values()]
+            rows.append([name, cores, *how, of_rounds(sync, 0 if sync.min() > 100 else 1), *ratios])
     head = ["simulator", "cores", "ms of a step: mean, longest", "deviation", "resets"]
     return table([*head, "`sync`: steps/s", "`nover`", "`ver`", "`ver` + `overlap`"], rows)
 
