@@ -178,11 +178,15 @@ class Tried(ver_ppo.Run):
     kept = None  # a collector, whose environments go on from one training to the next
 
     def begin(self, settling_sec, seconds, tick):
-        """Prepare a training whose first seconds do not count. `tick` is called in every pass."""
+        """Prepare a training whose first seconds do not count, nor the cycle before them, in which
+        environments may start. `tick` is called in every pass."""
         self.settling_sec = settling_sec
         self.seconds = seconds
         self.tick = tick
-        self.started_at = None  # the end of the first cycle, in which environments may start
+        # the end of the first cycle, unless environments go on from an earlier training
+        self.lap_at = time.perf_counter()
+        self.started_at = None if settling_sec else self.lap_at
+        self.spent_sec[:] = 0
         self.cycle_sec = []  # of the cycles that count
 
     def start(self):

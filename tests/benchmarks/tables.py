@@ -323,7 +323,7 @@ def real_table(kept):
                 np.mean([found[key] for found in numbers])
                 for key in ("mean_ms", "longest_ms", "deviation", "resets_time")
             )
-            how = f"{mean_ms:.2g}, {longest_ms:,.0f}", f"{deviation:.1f}", f"{resets:.0%}"
+            how = f"{mean_ms:.3g}, {longest_ms:,.0f}", f"{deviation:.1f}", f"{resets:.0%}"
             rates = {}
             for sampler in ("sync", "nover", "ver", "ver+overlap"):  # with the best of two numbers
                 rates[sampler] = np.array(
