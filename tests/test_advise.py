@@ -3,7 +3,6 @@
 import json
 import re
 import shlex
-import time
 from collections import deque
 from dataclasses import replace
 
@@ -130,20 +129,22 @@ def test_ranks_wait_for_the_slowest():
     assert 2 * one < four < 3.9 * one
 
 
-def test_costs_of_inference(tmp_path):
+def test_costs_of_inference(tmp_path, monkeypatch):
     """A policy that needs 10 ms for a batch, and 5 ms for each row of it."""
+    now = [0.0]
+    monkeypatch.setattr(ver_ppo.time, "perf_counter", lambda: now[0])
     line = f"--env-id CartPole-v1 --num-envs 8 --num-workers 1 --device cpu --runs-dir {tmp_path}"
     run = advise.Tried(ver_ppo.parse_options(line.split()))
     step = run.policy.step
 
     def slow(obs, *more):
-        time.sleep(0.01 + 0.005 * len(obs["obs"]))
+        now[0] += 0.01 + 0.005 * len(obs["obs"])
         return step(obs, *more)
 
     run.policy.step = slow
     batch_sec, row_sec = advise.inference_costs(run)
-    assert batch_sec == pytest.approx(0.01, rel=0.4)
-    assert row_sec == pytest.approx(0.005, rel=0.4)
+    assert batch_sec == pytest.approx(0.01)
+    assert row_sec == pytest.approx(0.005)
 
 
 def test_numbers_of_a_simulator():
@@ -212,11 +213,13 @@ def test_environments_go_on(tmp_path, monkeypatch):
         for times in ((0.5, 0.5), (0.0, 0.5)):
             cycles.clear()
             for sampler in SAMPLERS:
+                before = len(cycles)
                 tried = advise.try_one(run, sampler, 2, times, lambda: None)
                 episodes.append(run.kept.io["episode"].copy())
             spent = [cycle["time/cycle_sec"] for cycle in cycles]
-            assert sum(run.cycle_sec) == pytest.approx(0.5, abs=0.2)
-            assert spent[-len(run.cycle_sec) :] == run.cycle_sec
+            assert sum(run.cycle_sec[:-1]) <= 0.5 < sum(run.cycle_sec)
+            counted = spent[before:] if times[0] == 0 else spent[-len(run.cycle_sec) :]
+            assert counted == run.cycle_sec
             assert tried.rate == pytest.approx(32 * len(run.cycle_sec) / sum(run.cycle_sec))
     assert (np.diff(episodes, axis=0) >= 0).all()  # no environment began again
 

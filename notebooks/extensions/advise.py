@@ -375,7 +375,8 @@ def inference_costs(run):
         for _ in range(3):
             collector.collect(rollout)
             took.append(rollout.ended_at - rollout.started_at)
-        row_sec[count] = np.median(took) / rollout.capacity
+        # at the end, the values of the last `count` environments are computed, too
+        row_sec[count] = np.median(took) / (rollout.capacity + count)
     # a batch of B rows takes batch_sec + B row_sec
     saved_sec = max(0.0, row_sec[1] - row_sec[num_envs])
     batch_sec = saved_sec / max(1 - 1 / num_envs, 0.5)
