@@ -169,7 +169,7 @@ def test_tables():
 def test_metrics_glossary(tmp_path):
     """Every tag that a run writes is explained, and every tag that is explained is written by some
     run."""
-    table = MANUAL.split("\n## Metrics\n")[1].split("\n## ")[0]
+    table = re.split(r"\n##+ ", MANUAL.split("\n## Metrics\n")[1])[0]
     first_cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
     common = [
         *SHORT,
