@@ -471,16 +471,18 @@ def test_latency_between_environments(monkeypatch):
     monkeypatch.setattr(ver_ppo.time, "sleep", slept.append)
     wrappers = ("latency(mean_ms=20, spread=0, between=0.6)",)
     means = []
-    for number in [0, *range(300)]:
-        environment, _ = make_environment("tests.envs:Count-v0", number, wrappers=wrappers)
+    last, _ = make_environment("tests.envs:Count-v0", 999, wrappers=wrappers)
+    for number in [0, *range(1000)]:
+        io = ver_ppo.EnvIO(last.spec, number + 1)
+        environment = ver_ppo.Environment(number, last.options, "train", last.spec, io)
         slept.clear()
         for _ in range(15):  # the start, and two episodes of 7 steps
             environment.answer()
         assert len(slept) == 14 and len(set(slept)) == 1
         means.append(slept[0])
-    assert means[0] == means[1] and len(set(means)) == 300
-    assert np.mean(means) == pytest.approx(0.02, rel=0.1)
-    assert np.log(means).std() == pytest.approx(0.6, abs=0.06)
+    assert means[0] == means[1] and len(set(means)) == 1000
+    assert np.mean(means) == pytest.approx(0.02, rel=0.05)
+    assert np.log(means).std() == pytest.approx(0.6, abs=0.04)
 
 
 def test_latency_has_its_own_seed(monkeypatch):

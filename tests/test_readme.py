@@ -94,7 +94,7 @@ def test_every_command_is_run_or_says_why_not(tmp_path, monkeypatch):
     # footers of tables name the program that was run, as it was then
     own_words = re.sub(r"<!-- results.*?end of results -->", "", MANUAL, flags=re.S)
     programs = re.findall(r"`python (tests/benchmarks/\w+\.py)([^`]*)`", own_words)
-    assert len(programs) >= 4
+    assert len(programs) >= 5
     for file, options in programs:
         what = re.findall(r"^ ([a-z]+)", options)  # run, train, ...
         for word in [*what, *re.findall(r"--[a-z0-9-]+", options)]:

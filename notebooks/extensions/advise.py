@@ -492,14 +492,13 @@ def allot(run, seconds, num_workers, step_sec):
     run.rollout = ver_ppo.Rollout(run.spec, *size, run.device)
 
 
-def other_number(behaviour, costs, run, usual):
+def other_number(behaviour, costs, run, usual, cores):
     """A number of workers to try beside the usual one: the fastest one as computed, or half as
     many if there are no more environments."""
     size = run.options.num_envs, run.options.num_steps
     numbers = {min(many * usual, size[0]) for many in (2, 4, 8)} - {usual}
     if not numbers:
         return usual // 2
-    cores = ver_ppo.count_cores()
     return max(sorted(numbers), key=lambda W: compute(behaviour, costs, "ver", size, W, cores))
 
 
@@ -543,7 +542,7 @@ def launch(options):
         own_sec = inference_costs(run)
         rows = try_samplers(run, usual, seconds, bar)
         costs = Costs(*own_sec, np.median([row.learning_sec for row in rows]))
-        other = other_number(behaviour, costs, run, usual)
+        other = other_number(behaviour, costs, run, usual, cores)
         if bar.is_full():
             bar.write("Starts take long, so only one number of workers is tried. Try --minutes 10.")
         elif other:

@@ -253,7 +253,9 @@ def learn(run, rollout):
 
 
 def spread(values, digits=0):
-    """Median and range of numbers, as text."""
+    """Median and range of numbers, as text. A single number has no range."""
+    if len(values) == 1:
+        return f"{values[0]:,.{digits}f}"
     low, middle, high = (f"{value:,.{digits}f}" for value in np.percentile(values, (0, 50, 100)))
     return f"{middle} ({low}–{high})"
 

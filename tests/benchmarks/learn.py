@@ -258,7 +258,7 @@ def starts(args):
 
 # --------------------------------------------------------------------------------------- Transfer
 
-TRANSFER_TASKS = {"Flee": "m from the start", "Explore": "m² visited"}
+TRANSFER_TASKS = "Flee", "Explore"
 VARIANTS = {  # how each uses the checkpoint
     "from scratch": "",
     "frozen encoder, new policy": "--extensions 'transfer(file={}, freeze=True, reset=policy)'",

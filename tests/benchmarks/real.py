@@ -12,6 +12,7 @@ are added to those that the results have.
 
 import itertools
 import json
+import os
 import shlex
 import sys
 import tempfile
@@ -34,11 +35,14 @@ SIMULATORS = {
 
 
 def look_at(name):
-    """What advise finds of a simulator, without the single steps."""
+    """What advise finds of a simulator, without the single steps. It runs in a folder of its own,
+    because simulators leave files in the current one."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "found.json")
         words = [sys.executable, "-m", "notebooks.extensions.advise", "--file", str(path)]
-        said = harness.execute([*words, *shlex.split(SIMULATORS[name])])
+        modules = f"{harness.HERE}{os.pathsep}{harness.ROOT}"
+        words += shlex.split(SIMULATORS[name])
+        said = harness.execute(words, checkout=folder, PYTHONPATH=modules)
         print(said, flush=True)
         found = json.loads(path.read_text())
     return {name: value for name, value in found.items() if name not in ("seconds", "resets")}

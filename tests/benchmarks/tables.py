@@ -209,21 +209,22 @@ def compared(full, without, digits):
     return cells, len(seeds)
 
 
+def with_and_without(kept, name, key):
+    """The results of the full method and of the method without a part in a task, each by seed."""
+    full = studies.CRASHING if studies.PARTS[key].crashes else "full"
+    runs = kept["found"][name]
+    return [numbers_of(runs[variant], studies.TASKS[name]) for variant in (full, key)]
+
+
 def parts_table(small, pointnav):
     """What the full method and the method without each part have learned, in the part's small task
     and in PointNav, beside what was expected."""
     rows = []
     for key, part in studies.PARTS.items():
-        with_all = studies.CRASHING if part.crashes else "full"
-        compared_in = []
-        for name, kept in ((part.small, small), ("pointnav", pointnav)):
-            runs = kept["found"][name]
-            both = [runs[variant] for variant in (with_all, key)]
-            compared_in.append([numbers_of(found, studies.TASKS[name]) for found in both])
-        cells, seeds = compared(*compared_in[0], 0 if part.small == "pole" else 3)
-        full, without = compared_in[0]
-        minutes = [np.mean([by_seed[seed][2] for seed in by_seed]) for by_seed in (full, without)]
-        full, without = compared_in[1]
+        full, without = with_and_without(small, part.small, key)
+        cells, seeds = compared(full, without, 0 if part.small == "pole" else 3)
+        minutes = [np.mean([found[2] for found in both.values()]) for both in (full, without)]
+        full, without = with_and_without(pointnav, "pointnav", key)
         change = [without[seed][0] - full[seed][0] for seed in sorted(full.keys() & without.keys())]
         what = [part.part, part.without, studies.TASKS[part.small].words, str(seeds)]
         times = f"{minutes[1] / minutes[0]:.2f}"
@@ -308,9 +309,9 @@ def uneven_table(kept):
     return table([*head, "`nover`, run (computed)", "`ver`, run (computed)"], rows)
 
 
-def of_rounds(values, digits=0):
-    """Median and range of the rounds. One round has no range."""
-    return spread(values, digits) if len(values) > 1 else f"{values[0]:,.{digits}f}"
+def best_rate(looked, sampler):
+    """The highest steps per second that advise.py measured with a sampler."""
+    return max(tried["rate"] for tried in looked["tried"] if tried["sampler"] == sampler)
 
 
 def real_table(kept):
@@ -324,17 +325,13 @@ def real_table(kept):
                 for key in ("mean_ms", "longest_ms", "deviation", "resets_time")
             )
             how = f"{mean_ms:.3g}, {longest_ms:,.0f}", f"{deviation:.1f}", f"{resets:.0%}"
-            rates = {}
-            for sampler in ("sync", "nover", "ver", "ver+overlap"):  # with the best of two numbers
-                rates[sampler] = np.array(
-                    [
-                        max(one["rate"] for one in looked["tried"] if one["sampler"] == sampler)
-                        for looked in rounds
-                    ]
-                )
-            sync = rates.pop("sync")
-            ratios = [of_rounds(rate / sync, 2) for rate in rates.values()]
-            rows.append([name, cores, *how, of_rounds(sync, 0 if sync.min() > 100 else 1), *ratios])
+            # with the better of two numbers of workers
+            sync, *others = (
+                np.array([best_rate(looked, sampler) for looked in rounds])
+                for sampler in ("sync", "nover", "ver", "ver+overlap")
+            )
+            ratios = [spread(rates / sync, 2) for rates in others]
+            rows.append([name, cores, *how, spread(sync, 0 if sync.min() > 100 else 1), *ratios])
     head = ["simulator", "cores", "ms of a step: mean, longest", "deviation", "resets"]
     return table([*head, "`sync`: steps/s", "`nover`", "`ver`", "`ver` + `overlap`"], rows)
 
@@ -344,19 +341,15 @@ def predictions_table(kept):
     rows = []
     for name, by_cores in kept["found"].items():
         for cores, rounds in by_cores.items():
-            row = [name, cores]
-            for sampler in COMPARED:
-                found = [
-                    one["rate"] / measured["rate"]
-                    for looked in rounds
-                    for measured in looked["tried"]
-                    for one in looked["computed"]
-                    if measured["sampler"] == one["sampler"] == sampler
-                    and measured["workers"] == one["workers"]
-                    and one["num_steps"] == min(each["num_steps"] for each in looked["computed"])
-                ]
-                row.append(", ".join(f"{ratio:.2f}" for ratio in found))
-            rows.append(row)
+            ratios = {sampler: [] for sampler in COMPARED}
+            for looked in rounds:
+                tried = {(one["sampler"], one["workers"]): one["rate"] for one in looked["tried"]}
+                as_tried = min(one["num_steps"] for one in looked["computed"])  # T
+                for one in looked["computed"]:
+                    if one["num_steps"] == as_tried:
+                        measured = tried[one["sampler"], one["workers"]]
+                        ratios[one["sampler"]].append(f"{one['rate'] / measured:.2f}")
+            rows.append([name, cores, *map(", ".join, ratios.values())])
     return table(["simulator", "cores", "`sync`", "`nover`", "`ver`"], rows)
 
 
