@@ -251,8 +251,8 @@ def fill_up(learned, rollout):
     used only to find sequences.
     """
     stale = learned.capacity - rollout.rows
-    learned.copy(np.arange(stale), learned, np.arange(rollout.rows, learned.capacity))
-    learned.copy(np.arange(stale, learned.capacity), rollout, np.arange(rollout.rows))
+    learned.records[:stale] = learned.records[rollout.rows :]
+    learned.records[stale:] = rollout.complete
     learned["segment"][:stale] = learned.num_envs + learned["env"][:stale]
 
 
@@ -367,11 +367,7 @@ class RankRun(ver_ppo.Run):
             return rollout
         if self.learned is None:  # the first rollout has S steps: it has no limit
             self.learned = ver_ppo.Rollout(
-                self.spec,
-                rollout.capacity,
-                rollout.num_envs,
-                self.policy.state_shape,
-                rollout.device,
+                self.spec, rollout.capacity, rollout.num_envs, self.policy.state_shape
             )
             self.learned.rows = rollout.capacity
         fill_up(self.learned, rollout)

@@ -250,14 +250,19 @@ def train(run):
 class Table:
     """Named columns of numbers: `table["reward"]` is a column, a numpy array of all rows.
 
-    All columns lie in one block of shared memory: a process to which a table is sent sees the same
-    numbers.
+    All columns lie in one block of memory.
     """
 
     def __init__(self, num_rows, columns):
         self.dtype = np.dtype(columns, align=True)
-        size = num_rows * self.dtype.itemsize
-        self.memory = torch.zeros(size, dtype=torch.uint8).share_memory_()
+        self.memory = torch.zeros(num_rows * self.dtype.itemsize, dtype=torch.uint8)
+
+    def share(self):
+        """Move the block to shared memory: a process to which this table is sent then sees the same
+        numbers. Returns the table. (Columns that were looked up before are not moved.)"""
+        self.memory.share_memory_()
+        vars(self).pop("records", None)
+        return self
 
     @functools.cached_property
     def records(self):
@@ -298,22 +303,19 @@ class EnvIO(Table):
             ("step_sec", float),  # ... and how long it took: a step, reset included, or a start
         ]
         super().__init__(num_envs, columns)
+        self.share()
         self["episode"][:] = episodes_before
 
 
 class Steps(Table):
-    """A table of steps. Observations and recurrent states are tensors on `device`; all else is in
-    columns."""
+    """A table of steps."""
 
-    def __init__(self, spec, num_rows, state_shape, device):
-        self.device = device
-        self.obs = {}
-        for key, kind, shape in spec.obs_fields:
-            self.obs[key] = torch.from_numpy(np.zeros((num_rows, *shape), kind)).to(device)
-        self.state = torch.zeros(num_rows, *state_shape, device=device)  # before the step
+    def __init__(self, spec, num_rows, state_shape):
         action = spec.action_dtype, (spec.action_dims,)
         columns = [
             # from inference
+            ("obs", np.dtype(spec.obs_fields, align=True)),
+            ("state", np.float32, state_shape),  # the recurrent state before the step
             ("env", int),
             ("version", int),  # of the policy that chose the action
             ("first", bool),  # first step of an episode: it began with a recurrent state of zeros
@@ -340,23 +342,13 @@ class Steps(Table):
         ]
         super().__init__(num_rows, columns)
 
-    def copy(self, row_B, other, other_B):
-        """Copy the rows `other_B` of another table of steps into the rows `row_B`."""
-        self.records[row_B] = other.records[other_B]
-        to_B = to_device(row_B, self.device)
-        from_B = to_device(other_B, other.device)
-        mine = [*self.obs.values(), self.state]
-        others = [*other.obs.values(), other.state]
-        for target, source in zip(mine, others):
-            target.index_copy_(0, to_B, source.index_select(0, from_B).to(self.device))
-
 
 class Rollout(Steps):
     """Room for S steps, `capacity`. The first `rows` rows hold complete steps, in the order of
     their completion (VER section 2.2)."""
 
-    def __init__(self, spec, capacity, num_envs, state_shape, device):
-        super().__init__(spec, capacity, state_shape, device)
+    def __init__(self, spec, capacity, num_envs, state_shape):
+        super().__init__(spec, capacity, state_shape)
         self.capacity = capacity
         self.num_envs = num_envs
         self.rows = 0
@@ -372,9 +364,20 @@ class Rollout(Steps):
         return self.records[: self.rows]
 
 
-def to_device(array, device):
-    """A numpy array as a tensor on this device. On a CPU it shares the array's memory."""
-    return torch.from_numpy(array).to(device)
+INPUTS = "obs", "prev_action", "first", "state"  # the columns of Steps that `Policy.step` reads
+
+
+def to_device(records, names, device):
+    """These columns of records as tensors on this device, by name. A column that consists of fields
+    becomes a dictionary, too. On a CPU, a tensor shares the column's memory."""
+    tensors = {}
+    for name in names:
+        column = records[name]
+        if fields := column.dtype.names:
+            tensors[name] = to_device(column, fields, device)
+        else:
+            tensors[name] = torch.from_numpy(column).to(device)
+    return tensors
 
 
 # ------------------------------------------------------------------------------------- Collecting
@@ -396,7 +399,7 @@ class Collector:
         self.enough = enough
         self.device = next(policy.parameters()).device
         # row e: the step of environment e, if it has one in flight
-        self.pending = Steps(spec, num_envs, policy.state_shape, self.device)
+        self.pending = Steps(spec, num_envs, policy.state_shape)
         self.pending["env"][:] = range(num_envs)
         self.pending["segment"][:] = range(num_envs)
         self.in_flight_N = np.zeros(num_envs, bool)
@@ -405,7 +408,7 @@ class Collector:
         self.arrived = []
         self.idle = np.zeros(0, int)  # environments whose answer was taken, without a new action
         # the state that `policy.step` returned with each environment's latest action
-        self.state_N = torch.zeros(num_envs, *policy.state_shape, device=self.device)
+        self.state_N = np.zeros((num_envs, *policy.state_shape), np.float32)
         self.given_N = np.zeros(num_envs, int)  # steps that each has given to this rollout
         self.version = 0  # of the policy; `Run.collect` sets it before each rollout
         self.greedy = False  # take the most probable actions (an evaluation may)
@@ -472,19 +475,21 @@ class Collector:
         return env_B
 
     def observe(self, env_B, obs, first_B):
-        """The arguments of `Policy.step` for these environments: observation, previous action,
-        whether an episode begins, recurrent state.
+        """Records of the next steps of these environments, as far as they are known before an
+        action is chosen. They are copies of the rows of `pending`, with the observations of `obs`,
+        a column of EnvIO, and with the memory after each environment's latest action: none where an
+        episode begins."""
+        step_B = self.pending.records.take(env_B)
+        step_B["obs"] = obs[env_B]
+        step_B["first"] = first_B
+        step_B["prev_action"] = step_B["action"]  # where an episode begins, the policy ignores it
+        step_B["state"] = self.state_N[env_B]
+        step_B["state"][first_B] = 0.0
+        return step_B
 
-        `obs` is the column of EnvIO from which the observations are taken.
-        """
-        obs_B = {key: to_device(obs[key][env_B], self.device) for key in obs.dtype.names}
-        # each environment's latest action; where an episode begins, the policy ignores it
-        prev_action_BA = to_device(self.pending["action"][env_B], self.device)
-        first_B = to_device(first_B, self.device)
-        state_B = self.state_N[to_device(env_B, self.device)]
-        # no memory at an episode's start
-        state_B = state_B.masked_fill(first_B[:, None, None], 0.0)
-        return obs_B, prev_action_BA, first_B, state_B
+    def infer(self, step_B):
+        """`Policy.step` of these records."""
+        return self.policy.step(*to_device(step_B, INPUTS, self.device).values())
 
     def act(self, env_B):
         """Choose the next actions of these environments, remember the steps as pending, and send
@@ -492,31 +497,26 @@ class Collector:
         if not len(env_B):
             return
         io = self.io
-        pending = self.pending
-        pending["inference_at"][env_B] = time.perf_counter()
-        inputs = self.observe(env_B, io["obs"], io["first"][env_B])
-        distribution, value_B, after_B = self.policy.step(*inputs)
+        inference_at = time.perf_counter()
+        step_B = self.observe(env_B, io["obs"], io["first"][env_B])
+        distribution, value_B, after_B = self.infer(step_B)
         action_BA = distribution.mode if self.greedy else distribution.sample()
         log_prob_B = distribution.log_prob(action_BA)
         # one copy from the device; discrete actions travel as float32, exact up to 2**24
-        chosen = torch.column_stack([log_prob_B, value_B, action_BA.float()]).cpu().numpy()
+        numbers = torch.column_stack([log_prob_B, value_B, action_BA.float(), after_B.flatten(1)])
+        numbers = numbers.cpu().numpy()
+        memory = 2 + action_BA.shape[1]  # begins at this column
 
-        obs, _, _, state_B = inputs
-        index_B = to_device(env_B, self.device)
-        for key, part in obs.items():
-            pending.obs[key][index_B] = part
-        pending.state[index_B] = state_B
-        pending["first"][env_B] = io["first"][env_B]
-        pending["prev_action"][env_B] = pending["action"][env_B]
-        pending["log_prob"][env_B] = chosen[:, 0]
-        pending["value"][env_B] = chosen[:, 1]
-        pending["action"][env_B] = chosen[:, 2:]
-        pending["version"][env_B] = self.version
-        self.state_N[index_B] = after_B
+        step_B["log_prob"] = numbers[:, 0]
+        step_B["value"] = numbers[:, 1]
+        step_B["action"] = numbers[:, 2:memory]
+        step_B["version"] = self.version
+        step_B["inference_at"] = inference_at
+        step_B["sent_at"] = time.perf_counter()
+        self.pending.records[env_B] = step_B
+        self.state_N[env_B] = numbers[:, memory:].reshape(after_B.shape)
         self.in_flight_N[env_B] = True
-
-        io["action"][env_B] = pending["action"][env_B]
-        pending["sent_at"][env_B] = time.perf_counter()
+        io["action"][env_B] = step_B["action"]
         self.workers.send(env_B)
 
     def complete_steps(self, rollout, env_B, row_B):
@@ -539,20 +539,21 @@ class Collector:
         step before it learns as if the rollout had ended there. (A lost step is not truncated.)
         """
         io = self.io
-        rollout.copy(row_B, self.pending, env_B)
+        step_B = self.pending.records.take(env_B)
         for column in ("reward", "episode_stats", "began_at", "step_sec"):
-            rollout[column][row_B] = io[column][env_B]
+            step_B[column] = io[column][env_B]
         lost_B = io["started"][env_B]  # the failed process took the step with it
-        rollout["lost"][row_B] = lost_B
+        step_B["lost"] = lost_B
         truncated_B = io["truncated"][env_B] & ~lost_B
-        rollout["done"][row_B] = io["terminated"][env_B] | truncated_B | lost_B
-        rollout["reward"][row_B[lost_B]] = rollout["value"][row_B[lost_B]]
-        self.given_N[env_B] += 1
-        self.in_flight_N[env_B] = False
+        step_B["done"] = io["terminated"][env_B] | truncated_B | lost_B
+        step_B["reward"][lost_B] = step_B["value"][lost_B]
         if truncated_B.any():
             first_B = np.zeros(truncated_B.sum(), bool)  # `final_obs` continues its episode
             value_B = self.values(env_B[truncated_B], io["final_obs"], first_B)
-            rollout["reward"][row_B[truncated_B]] += self.options.gamma * value_B
+            step_B["reward"][truncated_B] += self.options.gamma * value_B
+        rollout.records[row_B] = step_B
+        self.given_N[env_B] += 1
+        self.in_flight_N[env_B] = False
 
     def bootstrap_values(self):
         """The value of the observation after each environment's last step, N numbers.
@@ -570,7 +571,7 @@ class Collector:
     def values(self, env_B, obs, first_B):
         """The policy's value of each environment's observation. Takes the arguments of `observe`.
         """
-        _, value_B, _ = self.policy.step(*self.observe(env_B, obs, first_B))
+        _, value_B, _ = self.infer(self.observe(env_B, obs, first_B))
         return value_B.cpu().numpy()
 
 
@@ -721,11 +722,12 @@ def ppo_update(policy, optimizer, rollout, options, average=lambda tensors: None
     normalize_advantages(rollout, scale, options, average)
     steps = rollout.complete
     sequences = find_sequences(steps["segment"], steps["first"])
+    columns = to_device(steps, LEARNED, next(policy.parameters()).device)
     logs = []
     for _ in range(options.update_epochs):
         shuffled = [sequences[q] for q in torch.randperm(len(sequences)).tolist()]
         for minibatch in cut_minibatches(shuffled, options.num_minibatches):
-            batch = make_batch(rollout, minibatch)
+            batch = make_batch(columns, minibatch)
             batch["scale"] = scale
             logs.append(minibatch_step(policy, optimizer, batch, options, average))
     return mean_logs(logs)
@@ -750,16 +752,20 @@ def normalize_advantages(rollout, scale, options, average):
     steps["norm_advantage"] = (advantage_S - mean) / divisor
 
 
-def make_batch(rollout, sequences):
-    """A mini-batch on the rollout's device: its packed steps, the state before each sequence, and
-    `batch_sizes`. `row` holds each step's row of the rollout, for extensions."""
+NUMBERS = "prev_action", "action", "first", "log_prob", "norm_advantage", "returns", "weight"
+LEARNED = "obs", "state", *NUMBERS  # the columns of a rollout from which PPO learns
+
+
+def make_batch(columns, sequences):
+    """A mini-batch: the packed steps of these sequences, the state before each sequence, and
+    `batch_sizes`. `columns` are those of a rollout that PPO learns from, on the policy's device
+    (`to_device`). `row` holds each step's row of the rollout, for extensions."""
     row_M, batch_sizes = pack(sequences)
-    names = "prev_action", "action", "first", "log_prob", "norm_advantage", "returns", "weight"
-    batch = {name: to_device(rollout[name][row_M.numpy()], rollout.device) for name in names}
-    index_M = row_M.to(rollout.device)
-    batch["obs"] = {key: part.index_select(0, index_M) for key, part in rollout.obs.items()}
+    index_M = row_M.to(columns["state"].device)
+    batch = {name: columns[name].index_select(0, index_M) for name in NUMBERS}
+    batch["obs"] = {key: part.index_select(0, index_M) for key, part in columns["obs"].items()}
     # the first Q steps (the first column of `pack`) begin the Q sequences
-    batch["state"] = rollout.state.index_select(0, index_M[: batch_sizes[0]])
+    batch["state"] = columns["state"].index_select(0, index_M[: batch_sizes[0]])
     batch["batch_sizes"] = batch_sizes
     batch["row"] = row_M.numpy()
     return batch
@@ -1696,8 +1702,8 @@ def update_statistics(policy, rollout, weight, average):
     ]
     if not readers:
         return
-    some = torch.randperm(rollout.rows)[:256].to(rollout.device)
-    obs = {key: part[some] for key, part in rollout.obs.items()}
+    some = rollout.complete[torch.randperm(rollout.rows)[:256].numpy()]
+    obs = to_device(some, ["obs"], next(policy.parameters()).device)["obs"]
     for reader in readers:
         if reader.normalize.training:
             reader.normalize.take_in(reader.read(obs), weight, average)
@@ -2053,7 +2059,7 @@ class Run:
         )
         # before the folder, in case memory is too small
         self.rollout = Rollout(
-            self.spec, options.rollout_steps, options.num_envs, self.policy.state_shape, self.device
+            self.spec, options.rollout_steps, options.num_envs, self.policy.state_shape
         )
         self.step = 0  # environment steps learned from
         self.version = 0  # updates made

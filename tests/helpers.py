@@ -139,6 +139,12 @@ def make_spec(observation_space, action_space, metrics=()):
     return ver_ppo.spec_of(env)
 
 
+def batch_of(rollout, sequences):
+    """A mini-batch of these sequences, on a CPU."""
+    columns = ver_ppo.to_device(rollout.complete, ver_ppo.LEARNED, torch.device("cpu"))
+    return ver_ppo.make_batch(columns, sequences)
+
+
 def make_environment(env_id, number=0, **options):
     """An environment, not yet started, and the table that has its row."""
     options = ver_ppo.Options(env_id=env_id, num_envs=number + 1, num_workers=0, **options)

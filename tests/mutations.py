@@ -98,23 +98,23 @@ COLLECTING = [
     # ------------------------------------------------------------------ what the policy is given
     (
         "the previous action is a step too old",
-        'prev_action_BA = to_device(self.pending["action"][env_B]',
-        'prev_action_BA = to_device(self.pending["prev_action"][env_B]',
+        'step_B["prev_action"] = step_B["action"]',
+        "pass",
     ),
     (
         "memory passes from an episode to the next",
-        "state_B = state_B.masked_fill(first_B[:, None, None], 0.0)",
-        "state_B = state_B.clone()",
+        'step_B["state"][first_B] = 0.0',
+        "pass",
     ),
     (
         "memory is that of a step before",
-        "state_B = self.state_N[to_device(env_B, self.device)]",
-        "state_B = self.pending.state[to_device(env_B, self.device)]",
+        'step_B["state"] = self.state_N[env_B]',
+        "pass",
     ),
     (
         "memory is never kept",
-        "self.state_N[index_B] = after_B",
-        "self.state_N[index_B] = state_B",
+        "self.state_N[env_B] = numbers[:, memory:].reshape(after_B.shape)",
+        'self.state_N[env_B] = step_B["state"]',
     ),
     (
         "the policy sees final observations",
@@ -129,40 +129,36 @@ COLLECTING = [
     # ------------------------------------------------------------------------ what a step stores
     (
         "the memory after a step is stored with it",
-        "pending.state[index_B] = state_B",
-        "pending.state[index_B] = after_B",
+        "self.pending.records[env_B] = step_B",
+        'step_B["state"] = after_B\n        self.pending.records[env_B] = step_B',
     ),
     (
         "a step does not know that it begins an episode",
-        'pending["first"][env_B] = io["first"][env_B]',
-        'pending["first"][env_B] = False',
+        'step_B["first"] = first_B',
+        'step_B["first"] = False',
     ),
     (
         "the action itself is stored as the previous one",
-        'pending["prev_action"][env_B] = pending["action"][env_B]',
-        'pending["prev_action"][env_B] = chosen[:, 2:]',
+        'step_B["action"] = numbers[:, 2:memory]',
+        'step_B["action"] = step_B["prev_action"] = numbers[:, 2:memory]',
     ),
     (
         "the version of the policy is not stored",
-        'pending["version"][env_B] = self.version',
+        'step_B["version"] = self.version',
         "pass",
     ),
     (
         "a carried step gets the version of the present policy",
-        "rollout.copy(row_B, self.pending, env_B)",
-        'self.pending["version"][env_B] = self.version\n        '
-        "rollout.copy(row_B, self.pending, env_B)",
+        "rollout.records[row_B] = step_B",
+        'step_B["version"] = self.version\n        rollout.records[row_B] = step_B',
     ),
     (
         "a carried step gets a log-probability of the present policy",
-        "rollout.copy(row_B, self.pending, env_B)\n",
-        "rollout.copy(row_B, self.pending, env_B)\n"
-        "        if len(env_B):\n"
-        "            part = self.pending.records[env_B]\n"
-        "            obs = {key: value[env_B] for key, value in self.pending.obs.items()}\n"
-        '            inputs = [torch.from_numpy(part[key]) for key in ("prev_action", "first")]\n'
-        "            now, _, _ = self.policy.step(obs, *inputs, self.pending.state[env_B])\n"
-        '            rollout["log_prob"][row_B] = now.log_prob(torch.from_numpy(part["action"]))\n',
+        "rollout.records[row_B] = step_B\n",
+        "if len(env_B):\n"
+        "            now, _, _ = self.infer(step_B)\n"
+        '            step_B["log_prob"] = now.log_prob(torch.from_numpy(step_B["action"]))\n'
+        "        rollout.records[row_B] = step_B\n",
     ),
     # --------------------------------------------------------------------------- ends of episodes
     (
@@ -182,8 +178,8 @@ COLLECTING = [
     ),
     (
         "the reward of a lost step is 0",
-        'rollout["reward"][row_B[lost_B]] = rollout["value"][row_B[lost_B]]',
-        'rollout["reward"][row_B[lost_B]] = 0.0',
+        'step_B["reward"][lost_B] = step_B["value"][lost_B]',
+        'step_B["reward"][lost_B] = 0.0',
     ),
     (
         "a truncated episode's value is that of the next episode's first observation",
@@ -555,13 +551,13 @@ RANKS = [
     # ------------------------------------------------------------------------------------ fill up
     (
         "the newest of the old steps are dropped",
-        "learned, np.arange(rollout.rows, learned.capacity)",
-        "learned, np.arange(stale)",
+        "learned.records[:stale] = learned.records[rollout.rows :]",
+        "pass",
     ),
     (
         "new steps take the place of the oldest ones",
-        "learned.copy(np.arange(stale, learned.capacity), rollout, np.arange(rollout.rows))",
-        "learned.copy(np.arange(rollout.rows), rollout, np.arange(rollout.rows))",
+        "learned.records[stale:] = rollout.complete",
+        "learned.records[: rollout.rows] = rollout.complete",
     ),
     (
         "old steps join new ones in one segment",

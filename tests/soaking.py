@@ -38,8 +38,8 @@ class Account(ver_ppo.Run):
     def log(self, rollout, logs):
         """As Run.log, which may write a checkpoint. So a checkpoint has no update that is not in
         the account."""
-        numbers = number_of(rollout.obs["number"][: rollout.rows].numpy())
         steps = rollout.complete
+        numbers = number_of(steps["obs"]["number"])
         learned = list(zip(numbers, steps["lost"].tolist(), steps["done"].tolist()))
         with open(self.file, "ab") as file:
             pickle.dump((self.step + rollout.rows, learned), file)

@@ -130,8 +130,8 @@ def far_device(monkeypatch):
     torch.__future__.set_swap_module_params_on_conversion(before)
 
 
-def start(device, more, rollout_device=None):
-    """Make policy, optimizer and collector on a device, and a rollout there or elsewhere."""
+def start(device, more):
+    """Make policy, optimizer and collector on a device, and a rollout."""
     words = "--num-envs 3 --num-steps 8 --num-minibatches 4 --hidden-size 8 --num-workers 0"
     words = f"{words} {more}".split()
     options = ver_ppo.tyro.cli(ver_ppo.Options, args=words)
@@ -143,7 +143,7 @@ def start(device, more, rollout_device=None):
     # Adam would make much of a gradient that is nothing but rounding
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.01)
     size = options.rollout_steps, options.num_envs, policy.state_shape
-    rollout = ver_ppo.Rollout(spec, *size, rollout_device or device)
+    rollout = ver_ppo.Rollout(spec, *size)
     io = ver_ppo.EnvIO(spec, options.num_envs)
     envs.Everything.observation_space.seed(0)
     workers = ver_ppo.make_workers(options, "train", spec, io)
@@ -173,10 +173,10 @@ def assert_same(mine, other, atol=1e-5):
     """Two policies and their rollouts hold the same numbers."""
     for one, two in zip(parts_of(mine[0]), parts_of(other[0]), strict=True):
         np.testing.assert_allclose(near(one), near(two), rtol=1e-4, atol=atol)
-    for key in mine[2].obs:
-        np.testing.assert_array_equal(near(mine[2].obs[key]), near(other[2].obs[key]))
+    np.testing.assert_array_equal(mine[2]["obs"], other[2]["obs"])
     for name in (
         "env",
+        "state",
         "action",
         "log_prob",
         "value",
@@ -219,21 +219,17 @@ def test_far_is_near(far_device, task):
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_overlapped_rollouts(far_device, task):
-    """Another process fills a rollout in CPU memory. It goes to the learner's device once an
-    update, and V-trace is the same there."""
+def test_corrected_advantages(far_device, task):
+    """V-trace is the same on both devices."""
     both = []
     for device in (far_device, torch.device("cpu")):
-        policy, optimizer, rollout, c = start(device, TASKS[task], torch.device("cpu"))
+        policy, optimizer, rollout, c = start(device, TASKS[task])
         envs.Everything.observation_space.seed(0)
         torch.manual_seed(2)
         c.collect(rollout)
-        counts.clear()
-        there = overlap.rollout_on(rollout, device)
-        assert counts["up"] == (len(rollout.obs) + 1) * (device == FAR)
         corrected = functools.partial(overlap.add_corrected_advantages, policy)
-        learn(policy, optimizer, there, c.options, corrected)
-        both.append((policy, optimizer, there))
+        learn(policy, optimizer, rollout, c.options, corrected)
+        both.append((policy, optimizer, rollout))
     assert_same(*both)
 
 
@@ -242,12 +238,12 @@ def test_copies_are_counted(far_device, task):
     """Each array is a copy of its own.
 
     Collecting copies up, for each inference batch, the parts of the observation, the previous
-    action, whether an episode begins, and the environments' numbers. It copies one array down. The
-    environments' numbers go up again if actions are sent, and two lists of rows if steps are
-    completed. Learning copies up 7 columns and the list of rows for each mini-batch, and with CPC|A
-    5 lists of places more. It waits once for each mini-batch, for the gradient's norm. An update
-    waits twice for the scale of values, and copies one array down, with the logs. V-trace copies up
-    as learning does, copies one array down for each mini-batch, and never waits.
+    action, whether an episode begins, and the memory. It copies one array down. Learning copies the
+    rollout up once: the same, and 5 columns more. Then it copies up the list of rows for each
+    mini-batch, and with CPC|A 5 lists of places more. It waits once for each mini-batch, for the
+    gradient's norm. An update waits twice for the scale of values, and copies one array down, with
+    the logs. V-trace copies up as learning does, copies one array down for each mini-batch, and
+    never waits.
     """
     policy, optimizer, rollout, c = start(far_device, TASKS[task])
     calls = Counter()
@@ -260,42 +256,65 @@ def test_copies_are_counted(far_device, task):
         return call
 
     policy.step = counted("inference", policy.step)
-    c.workers.send = counted("send", c.workers.send)
-    rollout.copy = counted("copy", rollout.copy)
     c.collect(rollout)
     counts.clear()
     calls.clear()
     c.collect(rollout)
-    assert calls["inference"] >= calls["send"] == c.options.num_steps, calls
-    assert calls["copy"] == c.options.num_steps, calls
-    ups = (len(rollout.obs) + 3) * calls["inference"] + calls["send"] + 2 * calls["copy"]
-    assert counts == Counter(up=ups, down=calls["inference"]), counts
+    assert calls["inference"] >= c.options.num_steps, calls
+    inputs = len(rollout["obs"].dtype.names) + 3
+    assert counts == Counter(up=inputs * calls["inference"], down=calls["inference"]), counts
 
     counts.clear()
     ver_ppo.add_advantages(rollout, c.options)
     ver_ppo.ppo_update(policy, optimizer, rollout, c.options)
     minibatches = c.options.num_minibatches * c.options.update_epochs
-    ups = minibatches * (7 + 1 + (5 if getattr(policy, "cpc", None) else 0))
+    ups = inputs + 5 + minibatches * (6 if getattr(policy, "cpc", None) else 1)
     assert counts == Counter(up=ups, down=1, wait=minibatches + 2), counts
     counts.clear()
     overlap.reevaluate(policy, rollout, c.options)
     minibatches = c.options.num_minibatches
-    assert counts == Counter(up=8 * minibatches, down=minibatches), counts
+    assert counts == Counter(up=inputs + 5 + minibatches, down=minibatches), counts
 
 
-def test_stale_steps_and_evaluation(far_device):
-    """`Rollout.copy` between and on devices, as `fill_up` uses it; playing validation episodes."""
-    policy, _, rollout, c = start(far_device, TASKS["every observation"])
-    c.collect(rollout)
+class Operations(TorchDispatchMode):
+    """Counts the operations that PyTorch dispatches."""
+
+    def __enter__(self):
+        self.count = 0
+        return super().__enter__()
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.count += 1
+        return operator(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("task", TASKS)
+@torch.no_grad()
+def test_operations_are_counted(task):
+    """What `act` adds to the policy's own operations does not depend on the policy, and completing
+    steps needs nearly none."""
+    policy, _, rollout, c = start(torch.device("cpu"), TASKS[task])
+    c.workers.send = lambda env_B: None
+    env_B = np.arange(3)
+    c.act(env_B)
+    step_B = c.observe(env_B, c.io["obs"], c.io["first"])
+    operations = Operations()
+    with operations:
+        distribution, _, _ = c.infer(step_B)
+        distribution.log_prob(distribution.sample())
+    own = operations.count
+    with operations:
+        c.act(env_B)
+    assert operations.count - own <= 15
+    with operations:
+        c.complete_steps(rollout, env_B, env_B)
+    assert operations.count <= 1
+
+
+def test_evaluation(far_device):
+    """Validation episodes are played."""
+    policy, _, _, c = start(far_device, TASKS["every observation"])
     spec = ver_ppo.describe_env(c.options)
-    order = np.random.default_rng(0).permutation(rollout.capacity)
-    for device in (far_device, torch.device("cpu")):
-        other = ver_ppo.Rollout(
-            spec, rollout.capacity, rollout.num_envs, policy.state_shape, device
-        )
-        other.copy(np.arange(rollout.capacity), rollout, order)
-        for key, part in rollout.obs.items():
-            np.testing.assert_array_equal(near(other.obs[key]), near(part)[order])
     found = ver_ppo.play_episodes(policy, spec, ver_ppo.replace(c.options, eval_episodes=3))
     assert np.isfinite(found).all()
 

@@ -27,7 +27,7 @@ from notebooks.extensions.virtual_clock import (
     build,
     taken,
 )
-from tests.helpers import ROOT, make_spec
+from tests.helpers import ROOT, batch_of, make_spec
 
 HALF = "notebooks.examples.half:Half"
 HOME = ROOT / "notebooks" / "examples"
@@ -99,7 +99,7 @@ def example_policy(name, policy_class, **arguments):
     sequences = ver_ppo.find_sequences(rollout["segment"], rollout["first"])
     order = torch.randperm(len(sequences)).tolist()
     minibatch = ver_ppo.cut_minibatches([sequences[q] for q in order], 2)[0]
-    batch = ver_ppo.make_batch(rollout, minibatch) | {"scale": 1.0}
+    batch = batch_of(rollout, minibatch) | {"scale": 1.0}
     return policy, rollout, minibatch, batch
 
 
@@ -303,7 +303,7 @@ def test_auxiliary_loss():
             assert not rollout["done"][row] and not rollout["first"][later]
             action = policy.embed(torch.from_numpy(rollout["action"][[row]]), torch.tensor([False]))
             guess = policy.guess(torch.cat([core_MH[[place[row]]], action], dim=1))
-            errors.append((guess[0] - rollout.obs["obs"][later]) ** 2)
+            errors.append((guess[0] - torch.from_numpy(rollout["obs"]["obs"][later])) ** 2)
     assert 0 < len(errors) < len(place)
     torch.testing.assert_close(found, 0.5 * torch.stack(errors).mean())
     first_M = batch["first"]

@@ -94,7 +94,7 @@ def collecting(enough=lambda rows: False, **options):
     policy = ver_ppo.Policy(COUNT_SPEC, options).eval()
     policy.critic.scale.fill_(1.0)  # otherwise all values are 0
     io = ver_ppo.EnvIO(COUNT_SPEC, num_envs)
-    size = options.rollout_steps, num_envs, policy.state_shape, torch.device("cpu")
+    size = options.rollout_steps, num_envs, policy.state_shape
     with contextlib.closing(ver_ppo.make_workers(options, "train", COUNT_SPEC, io)) as workers:
         c = ver_ppo.Collector(policy, workers, io, COUNT_SPEC, options, enough)
         yield c, ver_ppo.Rollout(COUNT_SPEC, *size)
@@ -285,7 +285,7 @@ def test_lost_steps_teach_nothing(crash):
     io = ver_ppo.EnvIO(spec, 4)
     environments = [ver_ppo.Environment(e, options, "train", spec, io) for e in range(4)]
     c = ver_ppo.Collector(policy, Replacing(environments), io, spec, options)
-    rollout = ver_ppo.Rollout(spec, 96, 4, policy.state_shape, torch.device("cpu"))
+    rollout = ver_ppo.Rollout(spec, 96, 4, policy.state_shape)
     updates = 40
     lost = 0
     for update in range(updates):
@@ -294,7 +294,7 @@ def test_lost_steps_teach_nothing(crash):
         ver_ppo.add_advantages(rollout, options)
         ver_ppo.ppo_update(policy, optimizer, rollout, options)
         lost += rollout.complete["lost"].sum()
-    count_S = rollout.obs["obs"].numpy().argmax(axis=1)
+    count_S = rollout["obs"]["obs"].argmax(axis=1)
     whole_S = rollout["env"] == 0
     values = [rollout["value"][whole_S & (count_S == count)].mean() for count in range(3)]
     assert (lost > 400) == (crash != "never")
@@ -337,7 +337,7 @@ def test_simulators_that_fail(tmp_path, said, place):
             assert rollout.rows == rollout.capacity, "it waits for ever"
             check_rollout(rollout, c.version)
             check_lost_steps(rollout, c.options)
-            parts.append((rollout.records.copy(), rollout.obs["obs"].numpy().copy()))
+            parts.append((rollout.records.copy(), rollout["obs"]["obs"].copy()))
     steps, obs = map(np.concatenate, zip(*parts))
     reward = 0.1 * (steps["action"][:, 0] - 1)
     usual = ~steps["done"]
@@ -385,7 +385,7 @@ def test_killed_at_any_line(tmp_path, lines):
             usual = ~steps["done"]
             reward = 0.1 * (steps["action"][:, 0] - 1)
             np.testing.assert_allclose(steps["reward"][usual], reward[usual], atol=1e-6)
-            count = (rollout.obs["obs"].numpy()[:, 0] * 10).round()
+            count = (rollout["obs"]["obs"][:, 0] * 10).round()
             for e, first, number in zip(steps["env"], steps["first"], count):
                 assert number == (0 if first else before_N[e] + 1)
                 before_N[e] = number

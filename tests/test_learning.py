@@ -12,7 +12,7 @@ from torch.distributions import Categorical, Independent
 import ver_ppo
 from notebooks.extensions import networks, play
 from notebooks.extensions.virtual_clock import SPEC, VirtualWorkers, build
-from tests.helpers import make_spec
+from tests.helpers import batch_of, make_spec
 
 pytestmark = pytest.mark.quick
 
@@ -158,7 +158,7 @@ def test_minibatch_step():
     policy.auxiliary_loss = lambda features_MF, core_MH, batch: core_MH.square().mean()
     c.collect(rollout)
     rollout["norm_advantage"][:] = rollout["weight"][:] = 1.0
-    batch = ver_ppo.make_batch(rollout, [np.arange(e, 16, 2) for e in range(2)]) | {"scale": 1.0}
+    batch = batch_of(rollout, [np.arange(e, 16, 2) for e in range(2)]) | {"scale": 1.0}
     weights = [weight for weight in policy.parameters() if weight.requires_grad]
     optimizer = torch.optim.SGD(weights, lr=1.0)
     step = lambda average: ver_ppo.minibatch_step(policy, optimizer, batch, c.options, average)
@@ -390,7 +390,7 @@ def test_bfloat16():
     policy.bf16 = True
     c.collect(rollout)
     sequences = ver_ppo.find_sequences(rollout["segment"], rollout["first"])
-    batch = ver_ppo.make_batch(rollout, sequences)
+    batch = batch_of(rollout, sequences)
     distribution, value, _ = ver_ppo.run_sequences(policy, batch)
     torch.testing.assert_close(
         distribution.log_prob(batch["action"]), batch["log_prob"], rtol=0, atol=2e-3

@@ -13,7 +13,7 @@ from torch import nn
 import ver_ppo
 from notebooks import mini_ver
 from notebooks.extensions.virtual_clock import SPEC, VirtualSimulators, VirtualWorkers, step_times
-from tests.helpers import ROOT
+from tests.helpers import ROOT, batch_of
 
 SAMPLERS = "sync", "nover", "ver"
 
@@ -85,7 +85,7 @@ def collect_both(sampler):
     sizes = {"num_envs": 6, "num_steps": 5, "num_workers": 0, "sampler": sampler}
     options = ver_ppo.Options(**sizes, num_minibatches=3)
     shape = 2, mini_ver.H
-    rollout = ver_ppo.Rollout(SPEC, 30, 6, shape, torch.device("cpu"))
+    rollout = ver_ppo.Rollout(SPEC, 30, 6, shape)
     shipped = ver_ppo.Collector(AsShipped(policy), workers, workers.io, SPEC, options)
     for seed in range(12):
         torch.manual_seed(seed)
@@ -110,9 +110,9 @@ def test_the_same_rollouts(sampler):
         for name in names + ["log_prob", "action"] * (sampler != "sync"):
             ours = [float(getattr(step, name)) for step in steps]
             np.testing.assert_allclose(ours, rollout[name].ravel(), rtol=1e-4, atol=1e-5)
-        for name, shipped in [("obs", rollout.obs["obs"]), ("state", rollout.state)]:
+        for name, shipped in [("obs", rollout["obs"]["obs"]), ("state", rollout["state"])]:
             ours = torch.stack([getattr(step, name) for step in steps])
-            torch.testing.assert_close(ours, shipped)
+            torch.testing.assert_close(ours, torch.from_numpy(shipped))
         np.testing.assert_allclose(bootstrap, rollout.bootstrap, rtol=1e-4, atol=1e-5)
         carried += len(set(rollout["env"])) < 6 or rollout["weight"].min() < 1
     assert (carried > 0) == (sampler == "ver")
@@ -140,7 +140,7 @@ def test_the_same_gradients(sampler, monkeypatch):
     for small, rows in zip(minibatches, ver_ppo.cut_minibatches(found, 3)):
         assert [[steps[row] for row in one] for one in rows] == small
         loss = mini_ver.ppo_loss(policy, small, np.mean(advantages), np.std(advantages))
-        batch = ver_ppo.make_batch(rollout, rows) | {"scale": mini_ver.SCALE}
+        batch = batch_of(rollout, rows) | {"scale": mini_ver.SCALE}
         outputs = ver_ppo.run_sequences(AsShipped(policy), batch)
         shipped, _ = ver_ppo.ppo_loss(*outputs[:2], batch, log_ent_coef, options)
         torch.testing.assert_close(loss, shipped, rtol=1e-4, atol=1e-6)

@@ -289,11 +289,9 @@ def test_halves_are_the_whole(on_two):
     assert torch.equal(weights, other_weights)
     policy, one, options = rollout_of(seed=1)
     _, two, _ = rollout_of(seed=2)
-    half = np.arange(one.capacity)
     size = 2 * one.capacity, 2 * one.num_envs
-    whole = ver_ppo.Rollout(SPEC, *size, policy.state_shape, torch.device("cpu"))
-    whole.copy(half, one, half)
-    whole.copy(one.capacity + half, two, half)
+    whole = ver_ppo.Rollout(SPEC, *size, policy.state_shape)
+    whole.records[:] = np.concatenate([one.records, two.records])
     whole.rows = whole.capacity
     whole["segment"][one.capacity :] += one.num_envs
     before = parameters_to_vector(policy.parameters()).detach().clone()
@@ -571,7 +569,7 @@ def test_step_seconds():
     """By hand. The time counts until an environment has given its 4 steps, or until the rollout
     ends. It is at least the sum of the simulator's own step times. If an environment gave no step,
     its seconds per step are the rollout's length, or the last known value if that is larger."""
-    rollout = ver_ppo.Rollout(SPEC, 12, 3, (2, 8), torch.device("cpu"))
+    rollout = ver_ppo.Rollout(SPEC, 12, 3, (2, 8))
     rollout.rows = 7
     rollout.started_at = 100.0
     rollout.ended_at = 110.0
@@ -596,7 +594,7 @@ def test_recent_episodes_are_those_of_all_ranks(tmp_path, monkeypatch):
             (4, {**own[1]}, [[float(rank), 1.0 + k] for k in range(count)], own[3])
             for rank, count in enumerate((300, 100, 0, 1))
         ]
-        rollout = ver_ppo.Rollout(run.spec, 4, 2, run.policy.state_shape, torch.device("cpu"))
+        rollout = ver_ppo.Rollout(run.spec, 4, 2, run.policy.state_shape)
         rollout.rows = 4
         logs = {"time/rollout_sec": 1.0, "time/learning_sec": 1.0}
         _, _, episodes = run.combine(rollout, logs)
@@ -632,7 +630,7 @@ def test_what_decides(tmp_path, monkeypatch, sampler):
     monkeypatch.setattr(ver_multigpu, "optimal_preemption", preemption)
     sizes = {"num_envs": 3, "num_steps": 2, "num_minibatches": 1}
     with rank_run(tmp_path, env_id="tests.envs:Count-v0", sampler=sampler, **sizes) as run:
-        rollout = ver_ppo.Rollout(run.spec, 6, 3, run.policy.state_shape, torch.device("cpu"))
+        rollout = ver_ppo.Rollout(run.spec, 6, 3, run.policy.state_shape)
         rollout.rows = 5
         rollout.started_at = 100.0
         rollout.ended_at = 110.0
@@ -740,7 +738,6 @@ def test_waiting_is_not_learning(tmp_path, monkeypatch):
 def content(rollout, step):
     """All that is known of a step, except its segment."""
     columns = [rollout[name] for name in rollout.dtype.names if name != "segment"]
-    columns += [rollout.obs["obs"].numpy(), rollout.state.numpy()]
     return [column[step].tobytes() for column in columns]
 
 

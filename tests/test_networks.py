@@ -32,6 +32,17 @@ GOAL = gym.spaces.Box(-np.inf, np.inf, (3,), np.float32)
 NEAR = gym.spaces.Box(-9, 9, (3,), np.float32)
 
 
+def shown(obs, rows=None):
+    """A rollout with these observations (a tensor for each part), complete up to `rows`."""
+    obs = {key: part.numpy() for key, part in obs.items()}
+    fields = [(key, part.dtype, part.shape[1:]) for key, part in obs.items()]
+    steps = np.zeros(len(next(iter(obs.values()))), [("obs", fields)])
+    for key, part in obs.items():
+        steps["obs"][key] = part
+    complete = steps[:rows]
+    return SimpleNamespace(complete=complete, rows=len(complete))
+
+
 def build(observations, action=gym.spaces.Discrete(4), policy="ver_ppo:Policy", **options):
     """A policy in evaluation mode, as when it acts. Its encoders are in the order of the
     observations' names."""
@@ -194,8 +205,7 @@ def test_running_statistics():
         goal = rng.normal([1e4, -3.0, 0.0], [1.0, 0.1, 50.0], (8, 3)).astype(np.float32)
         obs = {"rgb": rgb, "depth": depth, "goal": goal, "near": goal}
         obs = {key: torch.from_numpy(part) for key, part in obs.items()}
-        learned = SimpleNamespace(obs=obs, rows=8, device=torch.device("cpu"))
-        ver_ppo.update_statistics(policy, learned, weight, lambda tensors: None)
+        ver_ppo.update_statistics(policy, shown(obs), weight, lambda tensors: None)
         images.append(rgb / 255)
         goals.append(goal.astype(np.float64))
 
@@ -235,7 +245,7 @@ def test_statistics_of_a_whole_rollout():
     """256 steps, drawn from the whole rollout, and not from the rows after it."""
     policy = build({"goal": GOAL}, hidden_size=16).train()
     goal = torch.arange(4096.0)[:, None].expand(-1, 3)
-    rollout = SimpleNamespace(obs={"goal": goal}, rows=2048, device=torch.device("cpu"))
+    rollout = shown({"goal": goal}, rows=2048)
     ver_ppo.update_statistics(policy, rollout, 1.0, lambda tensors: None)
     (of_goal,) = policy.encoders
     # the mean of 256 numbers within 0..2047, up to four of its standard errors
@@ -251,8 +261,7 @@ def test_statistics_stay_in_evaluation_mode(frozen):
     (policy if frozen == "policy" else of_rgb).eval()
     before = {name: part.clone() for name, part in policy.named_buffers()}
     obs = {"rgb": torch.full((8, 128, 128, 3), 9, dtype=torch.uint8), "goal": torch.randn(8, 3)}
-    rollout = SimpleNamespace(obs=obs, rows=8, device=torch.device("cpu"))
-    ver_ppo.update_statistics(policy, rollout, 1.0, lambda tensors: None)
+    ver_ppo.update_statistics(policy, shown(obs), 1.0, lambda tensors: None)
     moved = {name for name, part in policy.named_buffers() if not torch.equal(part, before[name])}
     names = "mean_C", "variance_C", "total_weight"
     of_goal = {f"encoders.0.source.normalize.{name}" for name in names}
@@ -274,12 +283,12 @@ def test_numbers_of_any_size(bounds, shape, unit):
     images and vectors. Within 30 they stay as they are."""
     rng = np.random.default_rng(0)
     part = torch.from_numpy(rng.uniform(0, unit, (256, *shape)).astype(np.float32))
-    rollout = SimpleNamespace(obs={"part": part}, rows=256, device=torch.device("cpu"))
+    obs = {"part": part}
     for high in (bounds[1], 30):
         policy = build({"part": gym.spaces.Box(bounds[0], high, shape)}, hidden_size=16).train()
-        ver_ppo.update_statistics(policy, rollout, 1.0, lambda tensors: None)
+        ver_ppo.update_statistics(policy, shown(obs), 1.0, lambda tensors: None)
         (encoder,) = policy.encoders
-        found = encoder.source(rollout.obs)
+        found = encoder.source(obs)
         if high == 30:
             assert found.ravel().tolist() == part.ravel().tolist()
         else:
@@ -293,8 +302,7 @@ def test_statistics_are_of_all_environments(num_envs, num_steps):
     policy = build({"goal": GOAL}, hidden_size=16).train()
     env_S = np.tile(np.arange(num_envs), num_steps)
     part = torch.from_numpy(env_S.astype(np.float32))[:, None].expand(-1, 3)
-    rollout = SimpleNamespace(obs={"goal": part}, rows=len(env_S), device=torch.device("cpu"))
-    ver_ppo.update_statistics(policy, rollout, 1.0, lambda tensors: None)
+    ver_ppo.update_statistics(policy, shown({"goal": part}), 1.0, lambda tensors: None)
     statistics = policy.encoders[0].source.normalize
     assert statistics.mean_C.numpy() == pytest.approx(np.full(3, env_S.mean()), rel=0.2)
     assert statistics.variance_C.numpy() == pytest.approx(np.full(3, env_S.var()), rel=0.3)
@@ -378,7 +386,7 @@ def walks(num_envs, num_steps, places):
     policy = build(observation, policy="resnet18(cpc=True)", hidden_size=32)
     spec = make_spec(gym.spaces.Dict(observation), gym.spaces.Discrete(4))
     steps = num_envs * num_steps
-    rollout = ver_ppo.Rollout(spec, steps, num_envs, policy.state_shape, torch.device("cpu"))
+    rollout = ver_ppo.Rollout(spec, steps, num_envs, policy.state_shape)
     rollout.rows = steps
     action = torch.randint(4, (num_steps, num_envs))
     start = torch.randint(places, (1, num_envs))
@@ -402,7 +410,7 @@ def test_cpc_loss_falls(shuffled):
     losses = []
     for update in range(120):
         order = torch.randperm(64) if shuffled else torch.arange(64)
-        rollout.obs["place"][:] = seen[order]
+        rollout["obs"]["place"] = seen[order]
         logs = ver_ppo.ppo_update(policy, optimizer, rollout, options)
         losses.append(logs["losses/auxiliary"])
     share = np.mean(losses[-10:]) / losses[0]

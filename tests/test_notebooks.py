@@ -135,7 +135,7 @@ MISTAKES = {
         (
             "    rollout.bootstrap[:] =",
             "    flies_B = np.flatnonzero(collector.in_flight_N)\n"
-            "    rollout.copy(np.arange(len(flies_B)), collector.pending, flies_B)\n"
+            "    rollout.records[: len(flies_B)] = collector.pending.records[flies_B]\n"
             "    rollout.bootstrap[:] =",
         ),
     ),
@@ -914,7 +914,7 @@ def first_rollout(cells, letter):
     copy.advantages()
     times = {"inference_at", "sent_at", "began_at"}
     columns = {name: copy.learned[name] for name in set(copy.learned.dtype.names) - times}
-    return columns | {"bootstrap": copy.rollout.bootstrap, "state": copy.learned.state.numpy()}
+    return columns | {"bootstrap": copy.rollout.bootstrap}
 
 
 def test_bug_hunt():

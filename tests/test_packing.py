@@ -7,6 +7,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 import ver_ppo
 from notebooks.extensions.virtual_clock import VirtualWorkers, build
+from tests.helpers import batch_of
 
 pytestmark = pytest.mark.quick
 
@@ -61,7 +62,7 @@ def test_packed_lstm_is_stepping(options):
         sequences = ver_ppo.find_sequences(rollout["segment"], rollout["first"])
         sequences = [sequences[q] for q in rng.permutation(len(sequences))]
         for minibatch in ver_ppo.cut_minibatches(sequences, count):
-            batch = ver_ppo.make_batch(rollout, minibatch)
+            batch = batch_of(rollout, minibatch)
             with torch.no_grad():
                 distribution, value_M, _ = ver_ppo.run_sequences(policy, batch)
             step_M = batch["row"]

@@ -66,7 +66,7 @@ def test_entropy_of_unequal_choices():
 def test_seconds_of_a_rank_that_gives_no_step():
     """An environment without a step takes as long as it did before, or as the rollout. One step of
     8 s takes 8 s, although the rollout lasted 3 s."""
-    rollout = ver_ppo.Rollout(SPEC, 4, 3, (2, 8), torch.device("cpu"))
+    rollout = ver_ppo.Rollout(SPEC, 4, 3, (2, 8))
     rollout.rows = 1
     rollout.started_at = 100.0
     rollout.ended_at = 103.0

@@ -32,7 +32,7 @@ def vtrace(numbers, keep_S):
     advantage that is kept."""
     steps = len(numbers["value_S"])
     segments = len(numbers["bootstrap"])
-    rollout = ver_ppo.Rollout(SPEC, steps + 7, segments, (0, 8), torch.device("cpu"))
+    rollout = ver_ppo.Rollout(SPEC, steps + 7, segments, (0, 8))
     rollout.rows = steps  # it ended early
     for name in ("segment", "reward", "done"):
         rollout.complete[name][:] = numbers[f"{name}_S"]
@@ -134,12 +134,12 @@ def make_rollout(numbers, ratio_S):
     )
     policy = ver_ppo.Policy(SPEC, options)
     policy.critic.scale.fill_(1.0)
-    rollout = ver_ppo.Rollout(SPEC, 80, 4, policy.state_shape, torch.device("cpu"))
-    action, first = torch.randint(3, (80, 1)), torch.zeros(80, dtype=torch.bool)
-    distribution, value, _ = policy.step(
-        {"obs": rollout.obs["obs"].normal_()}, action, first, rollout.state
-    )
+    rollout = ver_ppo.Rollout(SPEC, 80, 4, policy.state_shape)
+    rollout["obs"]["obs"] = torch.randn(rollout["obs"]["obs"].shape)
+    action = torch.randint(3, (80, 1))
     rollout["action"][:] = rollout["prev_action"][:] = action
+    inputs = ver_ppo.to_device(rollout.records, ver_ppo.INPUTS, torch.device("cpu"))
+    distribution, value, _ = policy.step(*inputs.values())
     rollout["log_prob"][:] = distribution.log_prob(action).numpy() - np.log(ratio_S)
     rollout.bootstrap[:] = numbers["bootstrap"]
     rollout["env"][:] = numbers["segment_S"]

@@ -87,9 +87,7 @@ def test_equal_speeds_make_all_samplers_alike():
             c.collect(rollout)
             order = np.argsort(rollout["env"], kind="stable")
             columns = [
-                rollout.records[names][order],
-                rollout.obs["obs"][order],
-                rollout.state[order],
+                rollout.records[[*names, "obs", "state"]][order],
                 rollout.bootstrap.copy(),
             ]
             got.setdefault(sampler, []).extend(columns)
@@ -208,7 +206,7 @@ def collecting(**changes):
     run.spec, run.policy = ver_ppo.build(options)
     vars(run).update(options=options, device=torch.device("cpu"), look=enough)
     vars(run).update(step=400, version=5, signal=None, cleanup=contextlib.ExitStack())
-    size = options.rollout_steps, options.num_envs, run.policy.state_shape, run.device
+    size = options.rollout_steps, options.num_envs, run.policy.state_shape
     run.rollout = ver_ppo.Rollout(run.spec, *size)
     torch.nn.init.normal_(run.policy.actor.weight)
     torch.nn.init.ones_(run.policy.critic.scale)  # otherwise all values are 0
@@ -221,7 +219,7 @@ def collecting(**changes):
 def check_episodes(rollout, expected):
     """Assert that each environment's steps (of Count) come once and in order. `expected` has the
     next count of each environment, and the second number of its observations, if it is known."""
-    shown = rollout.obs["obs"].tolist()
+    shown = rollout["obs"]["obs"].tolist()
     for e, (count, offset), row in zip(rollout["env"], shown, rollout.records):
         assert expected[e][0] in (None, round(10 * count))
         assert expected[e][1] in (None, offset)
@@ -235,12 +233,11 @@ def check_episodes(rollout, expected):
 def check_probabilities(policy, rollout, steps):
     """Assert that this policy gives these actions their probabilities, and the states their
     values."""
-    names = "prev_action", "first", "action", "log_prob", "value"
-    columns = [torch.from_numpy(rollout[name][steps]) for name in names]
-    prev_action, first, action, log_prob, value = columns
-    inputs = {"obs": rollout.obs["obs"][steps]}, prev_action, first, rollout.state[steps]
+    names = "action", "log_prob", "value"
+    action, log_prob, value = (torch.from_numpy(rollout[name][steps]) for name in names)
+    inputs = ver_ppo.to_device(rollout.records[steps], ver_ppo.INPUTS, torch.device("cpu"))
     with torch.no_grad():
-        distribution, found, _ = policy.step(*inputs)
+        distribution, found, _ = policy.step(*inputs.values())
     torch.testing.assert_close([distribution.log_prob(action), found], [log_prob, value])
 
 
@@ -329,6 +326,8 @@ def test_shared_tables():
     part = np.dtype([("x", np.float32, (2,))], align=True)
     table = ver_ppo.Table(3, [("flag", bool), ("number", int), ("part", part)])
     table["flag"][:] = True
+    assert not table.memory.is_shared()
+    table.share()
     assert table.memory.is_shared() and table["flag"].all()
     assert "records" not in table.__getstate__()  # otherwise its numbers would be sent, too
     context = ver_ppo.process_context()

@@ -362,7 +362,7 @@ def inference_costs(run):
     Measured with the run's policy, in batches of 1 and of N."""
     num_envs = run.options.num_envs
     options = replace(run.options, sampler="ver")
-    size = 4 * num_envs, num_envs, run.policy.state_shape, run.device
+    size = 4 * num_envs, num_envs, run.policy.state_shape
     rollout = ver_ppo.Rollout(run.spec, *size)
     row_sec = {}
     for count in (1, num_envs):
@@ -489,7 +489,7 @@ def allot(run, seconds, num_workers, step_sec):
     num_steps = min(options.num_steps, fitting)
     run.options = replace(options, num_steps=num_steps)
     size = run.options.rollout_steps, options.num_envs, run.policy.state_shape
-    run.rollout = ver_ppo.Rollout(run.spec, *size, run.device)
+    run.rollout = ver_ppo.Rollout(run.spec, *size)
 
 
 def other_number(behaviour, costs, run, usual, cores):

@@ -4,7 +4,6 @@
 """
 
 import numpy as np
-import torch
 
 import ver_ppo
 
@@ -39,8 +38,7 @@ def check_rollout(rollout, version, lag=0):
         assert (np.diff(part["version"]) >= 0).all(), "versions of a segment must not decrease"
         assert (np.diff(part["sent_at"]) > 0).all(), "steps must be in time order"
     assert steps["done"][steps["lost"]].all(), "a lost step must end its episode"
-    begins = torch.from_numpy(np.flatnonzero(steps["first"]))
-    assert not rollout.state[begins].any(), "memory must be zero where an episode begins"
+    assert not steps["state"][steps["first"]].any(), "memory must be zero where an episode begins"
     for name in ("log_prob", "value", "action", "reward"):
         assert np.isfinite(steps[name]).all(), f"{name} must be finite"
     assert np.isfinite(rollout.bootstrap).all(), "bootstrap values must be finite"

@@ -71,7 +71,9 @@ class InferenceCollector(ver_ppo.Collector):
         self.processes = {}  # by pipe
         cleanup.callback(self.close)
         # tensors that are sent move to shared memory, so all processes see the same weights
-        args = policy, io, spec, options, (self.pending, self.state_N)
+        state_N = torch.from_numpy(self.state_N).share_memory_()
+        self.state_N = state_N.numpy()
+        args = policy, io, spec, options, self.pending.share(), state_N
         for _ in range(count):
             process, pipe = start_process(inference_process, *args)
             self.processes[pipe] = process
@@ -92,7 +94,6 @@ class InferenceCollector(ver_ppo.Collector):
             self.waiting = []
             self.busy[pipe] = env_B
             self.busy_sec[pipe] = 0.0
-            synchronize(self.device)
             with contextlib.suppress(ConnectionError):  # `take_actions` notices
                 pipe.send((self.version, self.greedy, env_B))
 
@@ -143,21 +144,15 @@ class InferenceCollector(ver_ppo.Collector):
             ver_ppo.end_process(process, 5)
 
 
-def synchronize(device):
-    """Let a GPU finish what this process has asked of it, before another process reads that."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def inference_process(pipe, policy, io, spec, options, shared):
+def inference_process(pipe, policy, io, spec, options, pending, state_N):
     """Body of an inference process: choose actions for a batch of environments, again and again.
     Ends when the main process closes the pipe or dies."""
     ver_ppo.lead_group()
     torch.set_num_threads(1)
     torch.seed()  # random: which process gets which batch is chance anyway
-    reply = Reply(pipe, shared[0].device)
-    collector = ver_ppo.Collector(policy, reply, io, spec, options)
-    collector.pending, collector.state_N = shared
+    collector = ver_ppo.Collector(policy, Reply(pipe), io, spec, options)
+    collector.pending = pending
+    collector.state_N = state_N.numpy()
     with torch.inference_mode(), contextlib.suppress(EOFError, ConnectionError):
         while True:
             collector.version, collector.greedy, env_B = pipe.recv()
@@ -168,10 +163,8 @@ class Reply:
     """In place of the workers of an inference process: tell the main process that the actions are
     chosen."""
 
-    def __init__(self, pipe, device):
+    def __init__(self, pipe):
         self.pipe = pipe
-        self.device = device
 
     def send(self, env_B):
-        synchronize(self.device)
         self.pipe.send(None)

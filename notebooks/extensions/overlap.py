@@ -12,7 +12,6 @@ to stop early.
 """
 
 import contextlib
-import copy
 import itertools
 import time
 
@@ -35,15 +34,6 @@ def set_weights(policy, vector):
     parts = list(policy.state_dict().values())
     for part, numbers in zip(parts, vector.split([part.numel() for part in parts])):
         part.copy_(numbers.view(part.shape))
-
-
-def rollout_on(rollout, device):
-    """The same table, with observations and states on this device."""
-    there = copy.copy(rollout)
-    there.device = device
-    there.obs = {key: part.to(device) for key, part in rollout.obs.items()}
-    there.state = rollout.state.to(device)
-    return there
 
 
 def start_process(body, *args):
@@ -75,7 +65,7 @@ class Overlap(ver_ppo.Run):
         torch.manual_seed(seed)
         self.cleanup.enter_context(ver_ppo.caught_signals(self.note_signal))
         # without rows, because it gets those that the process has filled
-        self.rollout = ver_ppo.Rollout(self.spec, 0, 0, self.policy.state_shape, self.device)
+        self.rollout = ver_ppo.Rollout(self.spec, 0, 0, self.policy.state_shape)
         self.collector = CollectingProcess(self)
         self.cleanup.callback(self.collector.close)
         self.cleanup.callback(self.save)
@@ -127,9 +117,8 @@ class CollectingProcess:
             self.pipe.send(None)
         except (EOFError, ConnectionError):
             raise death_of(self.process, "the collecting process") from None
-        there = rollout_on(answer, rollout.device)
         vars(rollout).clear()  # also the view of the earlier memory
-        vars(rollout).update(vars(there))
+        vars(rollout).update(vars(answer))
 
     def publish(self, policy, version):
         """Send the weights of this version. (`collect` notices if the process has died.)"""
@@ -161,7 +150,7 @@ def collector_process(pipe, spec, options, step, collector_class):
     policy = ver_ppo.make_policy(spec, options)
     size = options.rollout_steps, options.num_envs, policy.state_shape
     try:
-        rollouts = [ver_ppo.Rollout(spec, *size, torch.device("cpu")) for _ in range(2)]
+        rollouts = [ver_ppo.Rollout(spec, *size).share() for _ in range(2)]
         io = ver_ppo.EnvIO(spec, options.num_envs, episodes_before=step)
         workers = ver_ppo.make_workers(options, "train", spec, io)
         collector = collector_class(policy, workers, io, spec, options, take_weights)
@@ -185,7 +174,7 @@ class Trajectories(ver_ppo.Collector):
     def __init__(self, policy, workers, io, spec, options, *more):
         super().__init__(policy, workers, io, spec, options, *more)
         size = options.rollout_steps, policy.state_shape
-        self.unfinished = ver_ppo.Steps(spec, *size, self.device)  # T steps of each environment
+        self.unfinished = ver_ppo.Steps(spec, *size)  # T steps of each environment
         self.finished = []  # environments whose trajectory waits to be copied
 
     @torch.inference_mode()
@@ -211,15 +200,15 @@ class Trajectories(ver_ppo.Collector):
 
     def hand_over(self, rollout):
         """Copy finished trajectories into the rollout, while there is room."""
-        time_T = np.arange(self.options.num_steps)
+        steps = self.options.num_steps
         while self.finished and rollout.rows < rollout.capacity:
             e = self.finished.pop(0)
-            row_T = rollout.rows + time_T
-            segment = rollout.rows // len(time_T)
-            rollout.copy(row_T, self.unfinished, e * len(time_T) + time_T)
-            rollout["segment"][row_T] = segment
+            segment = rollout.rows // steps
+            first_row = rollout.rows
+            rollout.rows += steps
+            rollout.records[first_row : rollout.rows] = self.unfinished.records[e * steps :][:steps]
+            rollout["segment"][first_row : rollout.rows] = segment
             rollout.bootstrap[segment] = self.pending["value"][e]
-            rollout.rows += len(time_T)
 
 
 class Async(Overlap):
@@ -240,8 +229,9 @@ def reevaluate(policy, rollout, options):
     keep_S = np.zeros(rollout.rows, np.float32)
     steps = rollout.complete
     sequences = ver_ppo.find_sequences(steps["segment"], steps["first"])
+    columns = ver_ppo.to_device(steps, ver_ppo.LEARNED, next(policy.parameters()).device)
     for minibatch in ver_ppo.cut_minibatches(sequences, options.num_minibatches):
-        batch = ver_ppo.make_batch(rollout, minibatch)
+        batch = ver_ppo.make_batch(columns, minibatch)
         distribution, value_M, _ = ver_ppo.run_sequences(policy, batch)
         ratio_M = (distribution.log_prob(batch["action"]) - batch["log_prob"]).exp()
         found = torch.stack([value_M, ratio_M.clamp(max=1.0)]).cpu()  # one download

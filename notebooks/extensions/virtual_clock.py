@@ -177,7 +177,7 @@ def build(workers, num_envs, num_steps, policy_class=ver_ppo.Policy, sampler="ve
     torch.nn.init.normal_(policy.actor.weight)
     torch.nn.init.ones_(policy.critic.scale)  # otherwise all values are 0
     size = (options.rollout_steps, num_envs, policy.state_shape)
-    rollout = ver_ppo.Rollout(SPEC, *size, torch.device("cpu"))
+    rollout = ver_ppo.Rollout(SPEC, *size)
     return policy, rollout, collector_class(policy, workers, workers.io, SPEC, options)
 
 
@@ -185,7 +185,7 @@ def taken(rollout):
     """Copy the columns that identify a rollout's steps: environment, observation, reward, and
     whether the step is an episode's first or last."""
     new = slice(int(rollout.rows))
-    obs = rollout.obs["obs"].numpy()
+    obs = rollout["obs"]["obs"]
     names = "env", "reward", "first", "done"
     env, reward, first, done = (rollout[name] for name in names)
     columns = (env, obs, reward, first, done)

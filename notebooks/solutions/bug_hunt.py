@@ -37,8 +37,8 @@ class TrainingLoop:
             self.policy.parameters(), lr=options.learning_rate, eps=1e-5
         )
         size = options.rollout_steps, options.num_envs, self.policy.state_shape
-        self.rollout = ver_ppo.Rollout(spec, *size, torch.device("cpu"))
-        self.learned = ver_ppo.Rollout(spec, *size, torch.device("cpu"))
+        self.rollout = ver_ppo.Rollout(spec, *size)
+        self.learned = ver_ppo.Rollout(spec, *size)
         self.learned.rows = self.learned.capacity
         self.limit = self.rollout.capacity
         self.collector = self.collector_class(
@@ -84,10 +84,11 @@ class TrainingLoop:
     def minibatches(self):
         """The mini-batches of one epoch, as `ver_ppo.ppo_update` makes them."""
         sequences = self.sequences()
+        columns = ver_ppo.to_device(self.learned.complete, ver_ppo.LEARNED, torch.device("cpu"))
         shuffled = [sequences[q] for q in torch.randperm(len(sequences)).tolist()]
         batches = []
         for minibatch in ver_ppo.cut_minibatches(shuffled, self.options.num_minibatches):
-            batch = ver_ppo.make_batch(self.learned, minibatch)
+            batch = ver_ppo.make_batch(columns, minibatch)
             batch["scale"] = self.scale
             batches.append(batch)
         return batches
@@ -177,8 +178,7 @@ class B(TrainingLoop):
     def fill_up(self):
         stale = self.learned.capacity - self.rollout.rows
         # `ver_multigpu.fill_up` first moves the old steps forward. Here the oldest ones stay
-        rows = np.arange(stale, self.learned.capacity)
-        self.learned.copy(rows, self.rollout, np.arange(self.rollout.rows))
+        self.learned.records[stale:] = self.rollout.complete
         self.learned["segment"][:stale] = self.learned.num_envs + self.learned["env"][:stale]
 
 
@@ -226,9 +226,9 @@ class CollectorOfF(ver_ppo.Collector):
     """Fault 3: the memory is not reset where an episode begins."""
 
     def observe(self, env_B, obs, first_B):
-        shown, prev_action_BA, first_B, _ = super().observe(env_B, obs, first_B)
-        state_B = self.state_N[torch.from_numpy(env_B)]  # without `masked_fill`
-        return shown, prev_action_BA, first_B, state_B
+        step_B = super().observe(env_B, obs, first_B)
+        step_B["state"] = self.state_N[env_B]  # also where an episode begins
+        return step_B
 
 
 class F(TrainingLoop):
@@ -244,13 +244,9 @@ class CollectorOfG(ver_ppo.Collector):
     def collect(self, rollout):
         env_B = np.flatnonzero(self.in_flight_N)
         if len(env_B):
-            pending = self.pending
-            obs = {key: part[env_B] for key, part in pending.obs.items()}
-            columns = [pending[name][env_B] for name in ("prev_action", "first", "action")]
-            prev_action_BA, first_B, action_BA = map(torch.from_numpy, columns)
-            inputs = obs, prev_action_BA, first_B, pending.state[env_B]
-            distribution, _, _ = self.policy.step(*inputs)
-            pending["log_prob"][env_B] = distribution.log_prob(action_BA)
+            distribution, _, _ = self.infer(self.pending.records[env_B])
+            action_BA = torch.from_numpy(self.pending["action"][env_B])
+            self.pending["log_prob"][env_B] = distribution.log_prob(action_BA)
         super().collect(rollout)
 
 

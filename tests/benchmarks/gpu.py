@@ -69,7 +69,7 @@ def inspect(arguments):
     """In a process of its own: collect rollouts and learn from them, under the profiler."""
     with harness.collecting(arguments) as run:
         rollout = run.collect()
-        device = rollout.device
+        device = run.device
         run.advantages(rollout)
         found = compare_log_probs(run.policy, rollout)
         harness.learn(run, rollout)  # warm up
@@ -84,7 +84,9 @@ def inspect(arguments):
 def compare_log_probs(policy, rollout):
     """Compare the log-probabilities of learning with those of acting, with the same weights."""
     steps = rollout.complete
-    batch = ver_ppo.make_batch(rollout, ver_ppo.find_sequences(steps["segment"], steps["first"]))
+    device = next(policy.parameters()).device
+    columns = ver_ppo.to_device(steps, ver_ppo.LEARNED, device)
+    batch = ver_ppo.make_batch(columns, ver_ppo.find_sequences(steps["segment"], steps["first"]))
     distribution, _, _ = ver_ppo.run_sequences(policy, batch)
     log_ratio = distribution.log_prob(batch["action"]) - batch["log_prob"]
     kl = (log_ratio.exp() - 1 - log_ratio).mean()

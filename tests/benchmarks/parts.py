@@ -71,11 +71,8 @@ class Recomputed(Run):
         steps = rollout.complete
         row_B = np.flatnonzero(steps["version"] < self.version)
         if len(row_B):
-            there = torch.from_numpy(row_B)
-            obs = {key: part[there] for key, part in rollout.obs.items()}
-            names = "prev_action", "first", "action"
-            prev_action, first, action = (torch.from_numpy(steps[name][row_B]) for name in names)
-            distribution, _, _ = self.policy.step(obs, prev_action, first, rollout.state[there])
+            distribution, _, _ = self.collector.infer(steps[row_B])
+            action = torch.from_numpy(steps["action"][row_B])
             steps["log_prob"][row_B] = distribution.log_prob(action)
         return rollout
 
@@ -125,15 +122,14 @@ class MovingCollector(Collector):
     def bootstrap_values(self):
         io = self.io
         pending = self.pending
-        flying = torch.from_numpy(self.in_flight_N)
-        env_N = np.arange(len(flying))
-        obs, prev_action_NA, first_N, state_N = self.observe(env_N, io["obs"], io["first"])
+        flying = self.in_flight_N
+        step_N = self.observe(np.arange(len(flying)), io["obs"], io["first"])
         # the row of a step in flight belongs to its worker, but `pending` has the same observation
-        for key, part in obs.items():
-            part[flying] = pending.obs[key][flying]
-        first_N = torch.where(flying, torch.from_numpy(pending["first"].copy()), first_N)
-        state_N[flying] = self.state_N[flying]
-        _, value_N, self.state_N[:] = self.policy.step(obs, prev_action_NA, first_N, state_N)
+        for column in ("obs", "first"):
+            step_N[column][flying] = pending[column][flying]
+        step_N["state"][flying] = self.state_N[flying]
+        _, value_N, after_N = self.infer(step_N)
+        self.state_N[:] = after_N
         return value_N.numpy()
 
 
@@ -148,7 +144,7 @@ class ZeroStates(Run):
 
     def advantages(self, rollout):
         super().advantages(rollout)
-        rollout.state.zero_()
+        rollout["state"][:] = 0.0
         return rollout
 
 

@@ -137,12 +137,10 @@ def time_calls(number, function):
 @torch.inference_mode()
 def time_forward(policy, rollout, batch):
     """Seconds per step of the bare forward pass."""
-    obs = {key: part[:batch] for key, part in rollout.obs.items()}
-    prev_action_BA = torch.from_numpy(rollout["prev_action"][:batch].copy())
-    first_B = torch.zeros(batch, dtype=torch.bool)
+    inputs = ver_ppo.to_device(rollout.records[:batch].copy(), ver_ppo.INPUTS, "cpu")
 
     def forward():
-        distribution, _, _ = policy.step(obs, prev_action_BA, first_B, rollout.state[:batch])
+        distribution, _, _ = policy.step(*inputs.values())
         distribution.log_prob(distribution.sample())
 
     return time_calls(200, forward) / batch
