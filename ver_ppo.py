@@ -248,9 +248,9 @@ def train(run):
 
 
 class Table:
-    """Named columns of numbers: `table["reward"]` is a column, a numpy array of all rows.
-
-    All columns lie in one block of memory.
+    """Named columns of numbers: `table["reward"]` is a column, a numpy array of all rows. A column
+    may have fields, which are columns, too: `table["obs"]["depth"]`. All columns lie in one block
+    of memory.
     """
 
     def __init__(self, num_rows, columns):
@@ -314,7 +314,7 @@ class Steps(Table):
         action = spec.action_dtype, (spec.action_dims,)
         columns = [
             # from inference
-            ("obs", np.dtype(spec.obs_fields, align=True)),
+            ("obs", np.dtype(spec.obs_fields, align=True)),  # a record with a field for each part
             ("state", np.float32, state_shape),  # the recurrent state before the step
             ("env", int),
             ("version", int),  # of the policy that chose the action

@@ -9,7 +9,7 @@ the batch to an inference process that is free. That process writes the actions 
 and answers. Meanwhile the main process hands the next batch to another one.
 
 Any process may serve any environment: the memory of all environments (`state_N`) and their pending
-steps lie in shared tables. The weights are shared, too. They change only while no batch is being
+steps lie in shared memory. The weights are shared, too. They change only while no batch is being
 computed: at the end of a rollout, the main process waits for the batches that it has handed over.
 
 This may help where the network is slow, and cores or a GPU are free while it runs. On two cores, it

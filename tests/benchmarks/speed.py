@@ -11,6 +11,8 @@ idle machine.
                                           `parts`; ten minutes
     speed.py workers                      the choice of --num-workers auto, beside other numbers;
                                           five minutes
+    speed.py books                        the collector's own work for a batch, beside the network;
+                                          a few seconds
     speed.py clocked                      simulated time (`--extensions clocked`) beside real time,
                                           with the same durations of steps; ten minutes
     speed.py habitat --data FOLDER        beside habitat-baselines' own VER trainer, on one scene;
@@ -341,6 +343,56 @@ def versions(args):
     harness.by_turns(variants, args.rounds)
 
 
+class Ready:
+    """A policy that has its answer ready for a batch of this size. So only the collector works."""
+
+    def __init__(self, policy, batch):
+        self.parameters = policy.parameters
+        self.state_shape = policy.state_shape
+        self.mode = torch.zeros(batch, 1, dtype=torch.int64)
+        self.number_B = torch.zeros(batch)
+        self.answer = self, self.number_B, torch.zeros(batch, *self.state_shape)
+
+    def step(self, *inputs):
+        return self.answer
+
+    def sample(self):
+        return self.mode
+
+    def log_prob(self, action_BA):
+        return self.number_B
+
+
+class Mute:
+    """Workers without environments."""
+
+    def send(self, env_B):
+        pass
+
+
+@torch.inference_mode()
+def books(args):
+    """The collector's own work for a batch of PointNav: its steps are completed, and the next
+    actions are sent. The fastest of many repetitions, since other processes can only add time."""
+    torch.set_num_threads(1)
+    for batch in (1, 8, 32):
+        words = f"--env-id pointnav --env-kwargs simulator=builtin --num-envs {batch} --device cpu"
+        options = ver_ppo.parse_options(words.split())
+        spec, policy = ver_ppo.build(options)
+        policy = Ready(policy, batch)
+        io = ver_ppo.EnvIO(spec, batch)
+        collector = ver_ppo.Collector(policy, Mute(), io, spec, options)
+        rollout = ver_ppo.Rollout(spec, batch, batch, policy.state_shape)
+        env_B = np.arange(batch)
+
+        def both():
+            collector.act(env_B)
+            collector.complete_steps(rollout, env_B, env_B)
+
+        fastest = min(time_calls(20, both) for _ in range(100 * args.rounds))
+        print(f"batch of {batch}: {1e6 * fastest:.0f} microseconds")
+
+
 # --------------------------------------------------------------------------------- Simulated time
 
 UNEVEN_MS = "mean_ms=20, spread=0.8, between=0.6"
@@ -439,6 +491,7 @@ BENCHMARKS = {
     "parts": parts,
     "inference": inference,
     "workers": workers,
+    "books": books,
     "clocked": clocked,
     "habitat": habitat,
     "versions": versions,
