@@ -62,7 +62,7 @@ LIVE = []  # processes that `execute` waits for
 
 def execute(words, checkout=ROOT, seconds=None, timeout_sec=7200.0, **environment):
     """Run a command in a session of its own, and return its output. With `seconds`, it gets a
-    Ctrl-C after that time. In any case, none of its processes is left.
+    Ctrl-C after that time, and another minute to end. In any case, none of its processes is left.
 
     Raises RuntimeError, with the end of its output, if it fails or outlives the timeout.
     """
@@ -77,7 +77,8 @@ def execute(words, checkout=ROOT, seconds=None, timeout_sec=7200.0, **environmen
             status = f"none after {timeout_sec:.0f} s"
             if seconds:
                 process.send_signal(signal.SIGINT)
-                process.wait(60)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(60)
                 status = 0
         finally:
             end(process)
@@ -324,8 +325,10 @@ def kept(args, name):
 
 def command_line(doc):
     """Make the parser of a benchmark's command line. From now on, SIGTERM ends it like Ctrl-C, so
-    that no process is left behind."""
+    that no process is left behind. (A job in the background of a script ignores Ctrl-C, and so
+    would its own processes.)"""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=doc, formatter_class=raw)
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the results")

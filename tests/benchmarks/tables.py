@@ -11,6 +11,7 @@ that none of these figures is typed. Takes seconds.
 
 import ast
 import functools
+import inspect
 import itertools
 import re
 import sys
@@ -431,6 +432,25 @@ def gpu_table(kept):
     return lines
 
 
+def options_table():
+    """All options, with the defaults and the comments of `ver_ppo.Options`."""
+    rows = []
+    comment = []
+    for line in inspect.getsource(ver_ppo.Options).partition("@property")[0].splitlines():
+        before, _, after = line.strip().partition("# ")
+        if after.startswith("---"):  # a heading
+            continue
+        if after:
+            comment.append(after)
+        if found := re.match(r"(\w+): ", before):
+            default = getattr(ver_ppo.Options(), found[1])
+            default = "" if default in (None, ()) else f"`{default}`"
+            rows.append([f"`--{found[1].replace('_', '-')}`", default, " ".join(comment)])
+        if found or not after:
+            comment = []
+    return table(["option", "default", "meaning"], rows)
+
+
 # ------------------------------------------------------------------------------------------ Pages
 
 
@@ -466,6 +486,7 @@ LEARNED = {
     "learned-more": lambda: tasks_table([task for task in learn.TASKS if task not in IN_README]),
     "commands": commands,
     "published": published_table,
+    "options": options_table,
 }
 
 
