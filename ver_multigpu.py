@@ -251,6 +251,7 @@ def fill_up(learned, rollout):
     used only to find sequences.
     """
     stale = learned.capacity - rollout.rows
+    # (NumPy copies first where both slices overlap)
     learned.records[:stale] = learned.records[rollout.rows :]
     learned.records[stale:] = rollout.complete
     learned["segment"][:stale] = learned.num_envs + learned["env"][:stale]

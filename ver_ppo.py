@@ -259,7 +259,7 @@ class Table:
 
     def share(self):
         """Move the block to shared memory: a process to which this table is sent then sees the same
-        numbers. Returns the table. (Columns that were looked up before are not moved.)"""
+        numbers. Returns the table. Columns must be looked up again afterwards."""
         self.memory.share_memory_()
         vars(self).pop("records", None)
         return self
@@ -272,7 +272,7 @@ class Table:
     def __getitem__(self, column):
         return self.records[column]
 
-    def __getstate__(self):  # send only `memory`, which stays shared
+    def __getstate__(self):  # send only `memory`
         return {name: value for name, value in vars(self).items() if name != "records"}
 
 
@@ -313,7 +313,7 @@ class Steps(Table):
     def __init__(self, spec, num_rows, state_shape):
         action = spec.action_dtype, (spec.action_dims,)
         columns = [
-            # from inference
+            # known when the action is sent
             ("obs", np.dtype(spec.obs_fields, align=True)),  # a record with a field for each part
             ("state", np.float32, state_shape),  # the recurrent state before the step
             ("env", int),
@@ -364,12 +364,12 @@ class Rollout(Steps):
         return self.records[: self.rows]
 
 
-INPUTS = "obs", "prev_action", "first", "state"  # the columns of Steps that `Policy.step` reads
+INPUTS = "obs", "prev_action", "first", "state"  # what `Policy.step` reads, in this order
 
 
 def to_device(records, names, device):
-    """These columns of records as tensors on this device, by name. A column that consists of fields
-    becomes a dictionary, too. On a CPU, a tensor shares the column's memory."""
+    """These columns of records as tensors on this device, by name. A column with fields becomes a
+    dictionary of tensors. On a CPU, a tensor shares the column's memory."""
     tensors = {}
     for name in names:
         column = records[name]
@@ -475,10 +475,10 @@ class Collector:
         return env_B
 
     def observe(self, env_B, obs, first_B):
-        """Records of the next steps of these environments, as far as they are known before an
-        action is chosen. They are copies of the rows of `pending`, with the observations of `obs`,
-        a column of EnvIO, and with the memory after each environment's latest action: none where an
-        episode begins."""
+        """Copies of these environments' rows of `pending`, with the inputs of the next step filled
+        in: the observation (from `obs`, a column of EnvIO), whether an episode begins, the previous
+        action, and the recurrent state (zero where an episode begins). All else still belongs to
+        the previous step."""
         step_B = self.pending.records.take(env_B)
         step_B["obs"] = obs[env_B]
         step_B["first"] = first_B
@@ -502,19 +502,19 @@ class Collector:
         distribution, value_B, after_B = self.infer(step_B)
         action_BA = distribution.mode if self.greedy else distribution.sample()
         log_prob_B = distribution.log_prob(action_BA)
-        # one copy from the device; discrete actions travel as float32, exact up to 2**24
+        # one copy from the device, all as float32: discrete actions are exact up to 2**24
         numbers = torch.column_stack([log_prob_B, value_B, action_BA.float(), after_B.flatten(1)])
         numbers = numbers.cpu().numpy()
-        memory = 2 + action_BA.shape[1]  # begins at this column
+        state_at = 2 + action_BA.shape[1]  # the first column of the recurrent state
 
         step_B["log_prob"] = numbers[:, 0]
         step_B["value"] = numbers[:, 1]
-        step_B["action"] = numbers[:, 2:memory]
+        step_B["action"] = numbers[:, 2:state_at]
         step_B["version"] = self.version
         step_B["inference_at"] = inference_at
         step_B["sent_at"] = time.perf_counter()
         self.pending.records[env_B] = step_B
-        self.state_N[env_B] = numbers[:, memory:].reshape(after_B.shape)
+        self.state_N[env_B] = numbers[:, state_at:].reshape(after_B.shape)
         self.in_flight_N[env_B] = True
         io["action"][env_B] = step_B["action"]
         self.workers.send(env_B)
@@ -752,17 +752,17 @@ def normalize_advantages(rollout, scale, options, average):
     steps["norm_advantage"] = (advantage_S - mean) / divisor
 
 
-NUMBERS = "prev_action", "action", "first", "log_prob", "norm_advantage", "returns", "weight"
-LEARNED = "obs", "state", *NUMBERS  # the columns of a rollout from which PPO learns
+PER_STEP = "prev_action", "action", "first", "log_prob", "norm_advantage", "returns", "weight"
+LEARNED = "obs", "state", *PER_STEP  # the columns of a rollout from which PPO learns
 
 
 def make_batch(columns, sequences):
     """A mini-batch: the packed steps of these sequences, the state before each sequence, and
-    `batch_sizes`. `columns` are those of a rollout that PPO learns from, on the policy's device
-    (`to_device`). `row` holds each step's row of the rollout, for extensions."""
+    `batch_sizes`. `columns` are the LEARNED ones of a rollout, as tensors on the policy's device.
+    `row` holds each step's row of the rollout, for extensions."""
     row_M, batch_sizes = pack(sequences)
     index_M = row_M.to(columns["state"].device)
-    batch = {name: columns[name].index_select(0, index_M) for name in NUMBERS}
+    batch = {name: columns[name].index_select(0, index_M) for name in PER_STEP}
     batch["obs"] = {key: part.index_select(0, index_M) for key, part in columns["obs"].items()}
     # the first Q steps (the first column of `pack`) begin the Q sequences
     batch["state"] = columns["state"].index_select(0, index_M[: batch_sizes[0]])

@@ -113,7 +113,7 @@ COLLECTING = [
     ),
     (
         "memory is never kept",
-        "self.state_N[env_B] = numbers[:, memory:].reshape(after_B.shape)",
+        "self.state_N[env_B] = numbers[:, state_at:].reshape(after_B.shape)",
         'self.state_N[env_B] = step_B["state"]',
     ),
     (
@@ -139,8 +139,8 @@ COLLECTING = [
     ),
     (
         "the action itself is stored as the previous one",
-        'step_B["action"] = numbers[:, 2:memory]',
-        'step_B["action"] = step_B["prev_action"] = numbers[:, 2:memory]',
+        'step_B["action"] = numbers[:, 2:state_at]',
+        'step_B["action"] = step_B["prev_action"] = numbers[:, 2:state_at]',
     ),
     (
         "the version of the policy is not stored",

@@ -70,7 +70,7 @@ class InferenceCollector(ver_ppo.Collector):
         self.looked_at = time.monotonic()
         self.processes = {}  # by pipe
         cleanup.callback(self.close)
-        # tensors that are sent move to shared memory, so all processes see the same weights
+        # the weights move to shared memory when they are sent; states and pending steps move now
         state_N = torch.from_numpy(self.state_N).share_memory_()
         self.state_N = state_N.numpy()
         args = policy, io, spec, options, self.pending.share(), state_N
@@ -94,6 +94,8 @@ class InferenceCollector(ver_ppo.Collector):
             self.waiting = []
             self.busy[pipe] = env_B
             self.busy_sec[pipe] = 0.0
+            if self.device.type == "cuda":  # the weights must be ready before it reads them
+                torch.cuda.synchronize(self.device)
             with contextlib.suppress(ConnectionError):  # `take_actions` notices
                 pipe.send((self.version, self.greedy, env_B))
 

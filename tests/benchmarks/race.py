@@ -3,12 +3,12 @@ and with others, each with the settings that its own authors recommend for the t
 
     race.py --sample-factory-python SF/bin/python --sb3-python SB3/bin/python \\
         --cleanrl-python CRL/bin/python --cleanrl PATH --seeds 1 2 3
-    race.py ... --tasks Hopper-v4 LunarLander --trainers ver sb3 --seeds 4 5
+    race.py ... --tasks Hopper LunarLander --trainers ver sb3 --seeds 4 5
 
 Each run takes five minutes from the start of its command, all alone on the machine: three and a
-half hours for three seeds of everything. Runs are added to those that the results have. Before its
-first run of a task, each trainer runs for another minute, which tells how many steps it is asked
-for, because its learning rate may decay until the last one.
+half hours for three seeds of everything. Runs that the results have are not repeated. A learning
+rate may decay until the last step. So before its first run of a task, each trainer runs for a
+minute, from which the number of steps in five minutes is predicted.
 
 All environments are wrapped in `Recorded`, so returns are counted in the same way for all: those of
 the training's own episodes, exploration included.
@@ -241,7 +241,7 @@ def measure(words, seconds):
 
 
 def steps_in(words, task, seconds):
-    """How many steps a trainer makes in this time, by a run of a minute."""
+    """Predict how many steps a trainer makes in this time, by a run of a minute."""
     at, steps, _ = measure(words(task, 10**8, 1), PILOT_SEC).T
     late = at > PILOT_SEC / 2
     rate = steps[late].sum() / (PILOT_SEC / 2)
