@@ -1702,8 +1702,8 @@ def update_statistics(policy, rollout, weight, average):
     ]
     if not readers:
         return
-    some = rollout.complete[torch.randperm(rollout.rows)[:256].numpy()]
-    obs = to_device(some, ["obs"], next(policy.parameters()).device)["obs"]
+    some = rollout.complete["obs"][torch.randperm(rollout.rows)[:256].numpy()]
+    obs = to_device(some, some.dtype.names, next(policy.parameters()).device)
     for reader in readers:
         if reader.normalize.training:
             reader.normalize.take_in(reader.read(obs), weight, average)

@@ -94,8 +94,8 @@ def test_steps_hold_what_was_known():
     for e in range(num_envs):
         steps = np.flatnonzero(rollout["env"] == e)
         for earlier, later in zip(steps[:-1], steps[1:]):
-            kept = 0.0 if rollout["first"][later] else after[earlier]
-            np.testing.assert_allclose(rollout["state"][later], kept, rtol=1e-5, atol=1e-6)
+            state = torch.from_numpy(rollout["state"][later])
+            torch.testing.assert_close(state, after[earlier] * (not rollout["first"][later]))
             assert rollout["prev_action"][later] == rollout["action"][earlier]
 
 

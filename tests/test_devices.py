@@ -256,11 +256,14 @@ def test_copies_are_counted(far_device, task):
         return call
 
     policy.step = counted("inference", policy.step)
+    c.workers.send = counted("send", c.workers.send)
+    c.complete_steps = counted("complete", c.complete_steps)
     c.collect(rollout)
     counts.clear()
     calls.clear()
     c.collect(rollout)
-    assert calls["inference"] >= c.options.num_steps, calls
+    assert calls["inference"] >= calls["send"] == c.options.num_steps, calls
+    assert calls["complete"] == c.options.num_steps, calls
     inputs = len(rollout["obs"].dtype.names) + 3
     assert counts == Counter(up=inputs * calls["inference"], down=calls["inference"]), counts
 

@@ -87,7 +87,9 @@ def test_equal_speeds_make_all_samplers_alike():
             c.collect(rollout)
             order = np.argsort(rollout["env"], kind="stable")
             columns = [
-                rollout.records[[*names, "obs", "state"]][order],
+                rollout.records[names][order],
+                rollout["obs"]["obs"][order],
+                rollout["state"][order],
                 rollout.bootstrap.copy(),
             ]
             got.setdefault(sampler, []).extend(columns)

@@ -184,12 +184,9 @@ def train_sample_factory(steps, folder, sampling):
     return marks
 
 
-def train_sb3(steps, folder, processes, threads):
-    """Train with RecurrentPPO, with all environments in the main process, or each in its own."""
-    from sb3_contrib import RecurrentPPO
-    from stable_baselines3.common.callbacks import BaseCallback
+def sb3_encoder():
+    """ObservationEncoder for Stable-Baselines3: the options of a policy that uses it."""
     from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
-    from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv
 
     class Extractor(BaseFeaturesExtractor):
         def __init__(self, space):
@@ -199,6 +196,16 @@ def train_sb3(steps, folder, processes, threads):
 
         def forward(self, obs):
             return self.encoder(obs)
+
+    # the encoder is orthogonal, and channels-last weights cannot be again
+    return {"features_extractor_class": Extractor, "ortho_init": False}
+
+
+def train_sb3(steps, folder, processes, threads):
+    """Train with RecurrentPPO, with all environments in the main process, or each in its own."""
+    from sb3_contrib import RecurrentPPO
+    from stable_baselines3.common.callbacks import BaseCallback
+    from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv
 
     torch.set_num_threads(threads)
     marks = []
@@ -217,9 +224,8 @@ def train_sb3(steps, folder, processes, threads):
     kind = SubprocVecEnv if processes else DummyVecEnv
     vec_env = kind([make_env] * NUM_ENVS)
     sizes = {"n_steps": NUM_STEPS, "batch_size": ROLLOUT_STEPS // MINIBATCHES, "n_epochs": EPOCHS}
-    policy = {"features_extractor_class": Extractor, "net_arch": [], "lstm_hidden_size": HIDDEN}
+    policy = sb3_encoder() | {"net_arch": [], "lstm_hidden_size": HIDDEN}
     policy |= {"shared_lstm": True, "enable_critic_lstm": False}
-    policy |= {"ortho_init": False}  # the encoder is, and channels-last weights cannot be again
     more = {"learning_rate": LEARNING_RATE, "policy_kwargs": policy, "seed": 1, "device": "cpu"}
     model = RecurrentPPO("MultiInputLstmPolicy", vec_env, **sizes, **more)
     model.learn(steps, callback=Marker())

@@ -159,24 +159,13 @@ def train_sb3(task, steps, seed):
 
 
 def train_sb3_pointnav(steps, seed):
-    import torch
-    from peers import ObservationEncoder
+    """Train with RecurrentPPO's defaults."""
+    from peers import sb3_encoder
     from sb3_contrib import RecurrentPPO
-    from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
     from stable_baselines3.common.vec_env import SubprocVecEnv
 
-    class Extractor(BaseFeaturesExtractor):
-        def __init__(self, space):
-            encoder = ObservationEncoder(space)
-            super().__init__(space, encoder.out_features)
-            self.encoder = encoder.to(memory_format=torch.contiguous_format)
-
-        def forward(self, obs):
-            return self.encoder(obs)
-
     vec_env = SubprocVecEnv([functools.partial(make, TASKS["PointNav"])] * 16)
-    policy = {"features_extractor_class": Extractor}
-    how = {"policy_kwargs": policy, "seed": seed, "device": "cpu"}
+    how = {"policy_kwargs": sb3_encoder(), "seed": seed, "device": "cpu"}
     RecurrentPPO("MultiInputLstmPolicy", vec_env, **how).learn(steps)
 
 
