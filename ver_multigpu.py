@@ -79,8 +79,8 @@ class Ranks:
     is this process alone.
 
     All ranks must call the same collectives in the same order. A collective that fails (a rank has
-    died), or waits longer than `timeout_sec`, raises RuntimeError. Objects travel by gloo, tensors
-    on GPUs by NCCL.
+    died), or waits longer than `timeout_sec`, raises RuntimeError. Objects travel by gloo. So do
+    tensors, unless each rank has a GPU of its own: then they travel by NCCL.
     """
 
     def __init__(self, timeout_sec):
@@ -100,7 +100,10 @@ class Ranks:
         # without this, an error of NCCL would end the process without a message
         os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
+            # NCCL refuses ranks that share a GPU
+            "cpu:gloo,cuda:nccl"
+            if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= torch.cuda.device_count()
+            else "gloo",
             timeout=timeout,
             store=self.store,
             rank=self.rank,

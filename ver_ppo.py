@@ -4,9 +4,10 @@ Simulators are slow and uneven, and a trainer that steps N of them in lock-step 
 slowest. VER does not wait: the environments that have answered form the next inference batch. A
 rollout ends when S = T x N steps are complete (--num-steps times --num-envs), no matter how many
 each environment contributed. Some environments are then still computing a step, which goes into a
-later rollout, usually the next. So in a rollout, an older policy chose at most one action of each
-environment. (Some --extensions allow more.) The uneven experience is cut into mini-batches of equal
-size for a recurrent network, and steps from fast environments are down-weighted.
+later rollout, usually the next. Each environment computes at most one step at a time. So in a
+rollout, an older policy chose at most one action of each environment. (Some --extensions allow
+more.) The uneven experience is cut into mini-batches of equal size for a recurrent network, and
+steps from fast environments are down-weighted.
 
     python ver_ppo.py --env-id pointnav            trains, shows its progress, evaluates
     python ver_ppo.py --help                       explains every option
@@ -28,26 +29,25 @@ The processes and what passes between them (section 2.1, figure 2 of the paper):
                |                                                          |
                +-- reward, whether the episode ended ---------------------+
 
-Environment e has row e. Only the numbers of environments travel through pipes: one pipe to each
-worker, and one pipe back that all workers share. Actions, observations and rewards stay in shared
-memory.
+Environment e has row e. A worker steps its environments one after another. Only the numbers of
+environments travel through pipes: one pipe to each worker, and one pipe back that all workers
+share. Actions, observations and rewards stay in shared memory.
 
 A *step* begins when `act` chooses an action and sends it. From then on it is *in flight*, in its
 environment's row of `pending`, until the main process takes the environment's answer: reward,
 whether the episode ended, next observation. That completes the step, which moves to the next free
 row of the rollout. Then the environment usually gets its next action at once. If the rollout needs
 no more of its steps, the environment gets no action, and is *idle* until the next rollout. The
-*version* of a policy is the number of updates before it. A *segment* is everything that one
-environment gave to a rollout, in time order. A segment is cut where an episode begins, and the
-parts are *sequences*. If the end of a mini-batch cuts a sequence, each piece is a sequence of its
-own.
+*version* of a policy is the number of updates (one for each rollout) before it. A *segment* is
+everything that one environment gave to a rollout, in time order. A segment is cut where an episode
+begins, and the parts are *sequences*. If the end of a mini-batch cuts a sequence, each piece is a
+sequence of its own.
 
-The last letters of a name are the dimensions: action_BA is B x A, log_prob_B has B numbers. An
-array may have more dimensions than letters: state_B is B recurrent states (for an LSTM of L layers,
-2L x H numbers each). The main letters are N environments, S steps of a rollout, Q sequences, M
-steps of a mini-batch and B any batch (env_B: the numbers of B environments). The others are H
-hidden units, L layers, F features, C channels, and A dimensions of an action (1 for a simple
-choice).
+The last letters of a name are its first dimensions: action_BA is B x A, log_prob_B has B numbers,
+and state_B is B recurrent states (for an LSTM of L layers, 2L x H numbers each). The main letters
+are N environments, S steps of a rollout, Q sequences, M steps of a mini-batch and B any batch
+(env_B: the numbers of B environments). The others are H hidden units, L layers, F features, C
+channels, and A dimensions of an action (1 for a simple choice).
 
 The file down to "End of the lesson" is VER: the training loop, tables, collecting, returns,
 mini-batches, PPO. The lesson takes these things for granted:
@@ -62,9 +62,8 @@ mini-batches, PPO. The lesson takes these things for granted:
                          recurrent states
     policy.sequences     distributions and values for all steps of a mini-batch, and what its
                          encoders and its core put out
-    policy.critic        computes values. `rescale` returns the *scale*, about the size of the
-                         returns: errors of values are divided by it, so that rewards of any size
-                         are learned equally well
+    policy.critic        computes values. `rescale` returns the *scale*, by which errors are
+                         divided (`ppo_update` explains it)
     policy.log_ent_coef  the logarithm of the entropy coefficient
     policy.state_shape   the shape of one recurrent state
     policy.auxiliary_loss
@@ -72,8 +71,9 @@ mini-batches, PPO. The lesson takes these things for granted:
     policy.keep_bounds   does nothing, unless a weight of the policy has bounds
     optimizer            Adam; its learning rate decays
 
-At first, all environments start by themselves, and their first observation is their answer. An
-environment that fails is started again, and answers in the same way.
+At first, every environment starts without an action, and its first observation is its answer. An
+environment that fails is started again. Its first observation is then the answer to the step in
+flight or, if it was idle, to its next action.
 
 After the lesson come the processes that run environments, the policy, the run with its files, and
 the command line. Simulators, other networks, and other ways to collect are loaded by name, from
@@ -149,8 +149,9 @@ class Options:
 
     num_envs: int = 32  # N, environments that run in parallel
     num_steps: int = 128  # T: a rollout is T x N steps, T from each environment on average
-    # processes that share the environments; 0: all are in the main process (for debuggers, and for
-    # exact repetition); auto: about one per core, or more if steps mostly wait (it times a few)
+    # processes among which the environments are divided; 0: all are in the main process (for
+    # debuggers, and for exact repetition); auto: about one per core, or more if steps mostly wait
+    # (it times a few)
     num_workers: int | Literal["auto"] = "auto"
     # which steps make a rollout. ver: whichever come first; nover: T of each environment (VER
     # without variable rollouts); sync: T of each, in lock-step (DD-PPO)
@@ -168,7 +169,7 @@ class Options:
     # bring each rollout's advantages to mean 0 and deviation 1; otherwise, divide them by the
     # running root mean square of the returns
     norm_adv: bool = True
-    ent_coef: float = 5e-3  # entropy coefficient; with --target-entropy, its first value
+    ent_coef: float = 5e-3  # entropy coefficient (fixed, unless --target-entropy is given)
     vf_coef: float = 0.5  # weight of the value loss
     max_grad_norm: float = 0.5  # larger gradients are scaled down to this norm
 
@@ -229,13 +230,13 @@ def train(run):
     """Collect a rollout, compute its advantages, update the policy; repeat to --total-timesteps.
 
     The only training loop there is. `run` (after the lesson) holds the policy, its optimizer, the
-    collector and the counters. Some comments name the function of the lesson that a method calls.
+    collector and the counters. The comments name the function of the lesson behind a method.
     """
     try:
         run.start()  # the environments
         while run.step < run.options.total_timesteps:
-            rollout = run.collect()  # Collector.collect; after a signal, raises Interrupted
-            # add_advantages; with many GPUs, older steps fill up a rollout that ended early
+            rollout = run.collect()  # filled by Collector.collect; a signal raises Interrupted
+            # add_advantages (with many GPUs, older steps also fill up a rollout that ended early)
             to_learn = run.advantages(rollout)
             logs = run.update(to_learn)  # ppo_update
             run.log(rollout, logs)  # also counts run.step and run.version
@@ -250,7 +251,7 @@ def train(run):
 class Table:
     """Named columns of numbers: `table["reward"]` is a column, a numpy array of all rows. A column
     may have fields, which are columns, too: `table["obs"]["depth"]`. All columns lie in one block
-    of memory.
+    of memory, which processes can share. (A first reading can skip the methods.)
     """
 
     def __init__(self, num_rows, columns):
@@ -259,7 +260,8 @@ class Table:
 
     def share(self):
         """Move the block to shared memory: a process to which this table is sent then sees the same
-        numbers. Returns the table. Columns must be looked up again afterwards."""
+        numbers. Returns the table. An array made before still shows the old block, so it is
+        dropped: `records` makes a new one."""
         self.memory.share_memory_()
         vars(self).pop("records", None)
         return self
@@ -272,7 +274,7 @@ class Table:
     def __getitem__(self, column):
         return self.records[column]
 
-    def __getstate__(self):  # send only `memory`
+    def __getstate__(self):  # all but `records`: pickling an array would copy its numbers
         return {name: value for name, value in vars(self).items() if name != "records"}
 
 
@@ -281,21 +283,22 @@ class EnvIO(Table):
 
     At first, a row belongs to the worker. When the worker sends the row's number, the row belongs
     to the process that collects, until that process sends the number back. So no lock is needed:
-    nobody reads a row while it is being written.
+    nobody reads a row while it is being written. When an episode ends, the worker resets the
+    environment at once: the same answer has the end of one episode and the start of the next.
     """
 
     def __init__(self, spec, num_envs, episodes_before=0):
         obs = np.dtype(spec.obs_fields, align=True)
         columns = [
             ("obs", obs),  # the current observation: a record with a field for each part
-            ("final_obs", obs),  # the last one of an episode, since the reset overwrites `obs`
+            ("final_obs", obs),  # the last one of an episode: after the reset, `obs` is another
             ("action", spec.action_dtype, (spec.action_dims,)),  # sent last
             ("first", bool),  # `obs` begins an episode
             ("reward", np.float32),
             ("terminated", bool),
             ("truncated", bool),  # cut by a time limit; False if also terminated
-            # this answer is a start (the first one, or after a failure): the three columns above
-            # mean nothing. If a step was in flight, it is lost
+            # this answer is a start (the first one, or after a failure): `reward`, `terminated` and
+            # `truncated` mean nothing. If a step was in flight, it is lost
             ("started", bool),
             ("episode", int),  # number of the episode that `obs` belongs to
             ("episode_stats", float, (len(spec.episode_columns),)),  # of the last whole episode
@@ -417,7 +420,8 @@ class Collector:
     @torch.inference_mode()
     def collect(self, rollout):
         """Collect S steps, from whichever environments deliver them (VER section 2.2); with `nover`
-        and `sync`, T from each. There are never more. Only `enough` can end the rollout with fewer.
+        and `sync`, T from each. A rollout never has more than S. Only `enough` can end the rollout
+        with fewer.
 
         In each round: take the environments that have answered, complete their steps, choose and
         send their next actions. In two cases an environment gets no action, and becomes idle: the
@@ -461,7 +465,7 @@ class Collector:
         """
         needed = self.options.num_envs if self.options.sampler == "sync" else 1
         began_at = time.perf_counter()
-        # always look for new answers, even if older ones still wait: this makes batches larger
+        # look for new answers, even if some are left that had no room: this makes batches larger
         self.arrived += self.workers.receive(0)
         if len(self.arrived) < needed:
             self.arrived += self.workers.receive(0.05)
@@ -475,10 +479,12 @@ class Collector:
         return env_B
 
     def observe(self, env_B, obs, first_B):
-        """Copies of these environments' rows of `pending`, with the inputs of the next step filled
-        in: the observation (from `obs`, a column of EnvIO), whether an episode begins, the previous
-        action, and the recurrent state (zero where an episode begins). All else still belongs to
-        the previous step."""
+        """The inputs of these environments' next steps, in copies of their rows of `pending`.
+
+        Those rows still hold the previous step, so `action` there is the previous action. Replaced
+        in the copies: the observation, whether an episode begins, the previous action, and the
+        recurrent state (zero where an episode begins). `act` writes the copies back, and `values`
+        drops them. `obs` is a whole column of EnvIO, with N rows; `first_B` has B entries."""
         step_B = self.pending.records.take(env_B)
         step_B["obs"] = obs[env_B]
         step_B["first"] = first_B
@@ -488,7 +494,7 @@ class Collector:
         return step_B
 
     def infer(self, step_B):
-        """`Policy.step` of these records."""
+        """`Policy.step` of these records. INPUTS are in the order of its arguments."""
         return self.policy.step(*to_device(step_B, INPUTS, self.device).values())
 
     def act(self, env_B):
@@ -502,7 +508,8 @@ class Collector:
         distribution, value_B, after_B = self.infer(step_B)
         action_BA = distribution.mode if self.greedy else distribution.sample()
         log_prob_B = distribution.log_prob(action_BA)
-        # one copy from the device, all as float32: discrete actions are exact up to 2**24
+        # one copy from the device (a GPU copies slowly), all as float32: discrete actions are
+        # exact up to 2**24
         numbers = torch.column_stack([log_prob_B, value_B, action_BA.float(), after_B.flatten(1)])
         numbers = numbers.cpu().numpy()
         state_at = 2 + action_BA.shape[1]  # the first column of the recurrent state
@@ -526,17 +533,17 @@ class Collector:
         A pending step may have been sent in an earlier rollout, by an older policy (VER section
         2.2). It keeps the action, log-probability, value and version that it was sent with, and
         counts for this rollout. PPO divides by that old probability. Nothing corrects the old value
-        and the old memory.
+        and the old recurrent state.
 
         A truncated episode would have continued. So the discounted value of the final observation
         is added to its last reward (Pardo et al. 2018). Then GAE can treat terminated and truncated
         episodes in the same way, and one column, `done`, is enough for both. The value is computed
-        with the memory of that episode, which `state_N` still holds.
+        with the memory of that episode, which `state_N` still holds: `act` comes later.
 
         If the environment was started again, because its worker had failed, the step is *lost*: it
         has no outcome, and must teach nothing. So its reward becomes its predicted value V, and
-        `done` is set. Then `compute_advantages`, below, gives it the advantage V - V = 0, and the
-        step before it learns as if the rollout had ended there. (A lost step is not truncated.)
+        `done` is set. In `compute_advantages`, below, its advantage is then V + 0 - V = 0. The step
+        before it finds V as the next value and 0 as the next advantage, as at the end of a rollout.
         """
         io = self.io
         step_B = self.pending.records.take(env_B)
@@ -556,11 +563,11 @@ class Collector:
         self.in_flight_N[env_B] = False
 
     def bootstrap_values(self):
-        """The value of the observation after each environment's last step, N numbers.
+        """The value of the observation after each environment's last complete step, N numbers.
 
         If its next step is in flight, that value was computed when the action was sent. For idle
-        environments it is computed now, in one batch. (An environment that is still starting has
-        given no step, and its value is not used.)
+        environments it is computed now, in one batch, before the policy learns. (If an environment
+        gave no step to this rollout, its number is not used.)
         """
         value_N = self.pending["value"].copy()
         if len(self.idle):
@@ -613,11 +620,11 @@ def importance_weights(env_S, num_envs):
     section 4 describes them without a formula. Table A1 gives their maximum, 1, as "Max VER IS"
     (importance sampling).
 
-    An environment that gave K of the S steps has the share K / S. Its fair share is 1 / N.
-    Therefore each of its steps has the weight min(1, (1 / N) / (K / S)), which is min(1, T / K) in
-    a full rollout. Slow environments are not weighted up, so the mean weight is at most 1. For a
-    rollout that ended early, S is the number of steps that it has. If S is less than N, 1 replaces
-    S / N, so that single steps keep the weight 1.
+    The fair share of each environment is S / N steps, T in a full rollout. If an environment gave K
+    steps, each of them has the weight min(1, (S / N) / K). Slow environments are not weighted up,
+    so the mean weight is at most 1. For a rollout that ended early, S is the number of steps that
+    it has. A fair share is at least 1 step, so that single steps keep the weight 1 if there
+    are fewer than N steps.
 
     >>> importance_weights(np.array([0, 0, 0, 0, 1, 2]), num_envs=3)
     array([0.5, 0.5, 0.5, 0.5, 1. , 1. ], dtype=float32)
@@ -667,8 +674,9 @@ def cut_minibatches(sequences, count):
     2.2, figure 3B). A mini-batch is a list of sequences.
 
     A sequence that a cut splits continues in the next mini-batch, from the recurrent state that was
-    stored with its first step there. If the steps do not divide evenly, some mini-batches are a
-    step longer. If a rollout ended early, with fewer steps, each step is a mini-batch.
+    stored with the first step after the cut. If the steps do not divide evenly, some mini-batches
+    are a step longer. If there are fewer than `count` steps (the rollout ended early), each step is
+    a mini-batch.
 
     >>> cut_minibatches([np.array([1, 3]), np.array([0, 2, 4, 5])], 2)
     [[array([1, 3]), array([0])], [array([2, 4, 5])]]
@@ -695,7 +703,7 @@ def pack(sequences):
 
     A PackedSequence reads them column by column: a e g | b f | c | d, batch sizes 3 2 1 1. Returns
     the rows in this order, and the batch sizes: how many sequences are still running at each time.
-    (`LSTM.sequences`, after the lesson, runs the LSTM over them in 15 lines.)
+    (`LSTM.sequences`, after the lesson, runs the LSTM over them. On a CPU, it pads them for that.)
 
     >>> letters = np.array(list("abcdefg"))
     >>> row_M, batch_sizes = pack([np.array([4, 5]), np.array([0, 1, 2, 3]), np.array([6])])
@@ -703,7 +711,8 @@ def pack(sequences):
     ('a e g b f c d', [3, 2, 1, 1])
     """
     tensors = [torch.from_numpy(sequence) for sequence in sequences]
-    packed = pack_sequence(tensors, enforce_sorted=False)  # it returns them sorted
+    # what is packed are row numbers, the longest sequence first
+    packed = pack_sequence(tensors, enforce_sorted=False)
     return packed.data, packed.batch_sizes
 
 
@@ -717,7 +726,10 @@ def ppo_update(policy, optimizer, rollout, options, average=lambda tensors: None
     into --num-minibatches mini-batches, and makes an optimizer step on each. Returns the mean of
     each logged number.
     """
-    # the size of the returns, by which errors of values are divided. (It is not a part of VER)
+    # one number, the running root mean square of the returns. The critic predicts returns in their
+    # own units, and `ppo_loss` divides its errors by the scale, so that rewards of any size are
+    # learned equally well. `rescale` changes no value, except at first, from 0. (This is not a part
+    # of VER)
     scale = policy.critic.rescale(rollout.complete["returns"], average)
     normalize_advantages(rollout, scale, options, average)
     steps = rollout.complete
@@ -737,8 +749,8 @@ def normalize_advantages(rollout, scale, options, average):
     """Write the advantages that PPO learns from.
 
     With --norm-adv, they have mean 0 and deviation 1 over all processes that learn together.
-    (Each process counts equally. Within a process, each step counts equally, whatever its weight.)
-    Otherwise they are divided by the scale of values.
+    (Each process counts equally. The importance weights play no part here.)
+    Otherwise they are divided by `scale` (`ppo_update`).
     """
     steps = rollout.complete
     advantage_S = steps["advantage"].astype(float)
@@ -782,10 +794,10 @@ def minibatch_step(policy, optimizer, batch, options, average):
     (loss + auxiliary_loss).backward()
     # frozen weights are not learned, nor is a fixed entropy coefficient
     learned = [weight for weight in policy.parameters() if weight.requires_grad]
-    for weight in learned:  # this mini-batch may not use it, but all ranks average the same tensors
+    for weight in learned:  # zeros if this loss does not use it: all average the same tensors
         weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
     average([weight.grad for weight in learned])
-    # the entropy coefficient is not a part of the network: its gradient does not count in the norm
+    # the entropy coefficient is a parameter, too, but its gradient does not count in the norm
     network = [weight for weight in learned if weight is not policy.log_ent_coef]
     norm = nn.utils.clip_grad_norm_(network, options.max_grad_norm)
     finite = torch.isfinite(norm)
@@ -807,9 +819,8 @@ def run_sequences(policy, batch):
 
 def ppo_loss(distribution, value_M, batch, log_ent_coef, options):
     """Clipped PPO objective, value loss (not clipped) and entropy term, every step weighted by
-    `batch["weight"]`. Means divide by M. (The sum of the weights is M at most. Dividing by it would
-    make steps of slow environments count more than without weights.) Returns the loss and a
-    dictionary of what to log.
+    `batch["weight"]`. Means divide by M. (If the sum of the weights is M / 2, dividing by it would
+    count every step of weight 1 twice.) Returns the loss and a dictionary of what to log.
 
     `batch` holds M old actions, log-probabilities, normalized advantages, returns and weights
     (`make_batch`), and `scale`, by which errors of values are divided (`ppo_update`). Without
@@ -2134,8 +2145,13 @@ class Run:
         self.say(
             f"{folder}: {' '.join([options.sampler, *options.extensions])}, {options.num_envs}"
             f" environments, workers: {count_workers(options, self.spec)}, {size:,} parameters on"
-            f" {self.device}\nobservation: {'; '.join(seen)}\n"
-            f"action: {self.spec.parts.get('action')}"
+            f" {self.device}"
+            + (
+                ""
+                if options.extensions or self.device.type != "cuda"
+                else " (faster with --extensions graphs)"
+            )
+            + f"\nobservation: {'; '.join(seen)}\naction: {self.spec.parts.get('action')}"
         )
 
     def say(self, text):

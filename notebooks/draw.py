@@ -39,6 +39,13 @@ TRAINERS = {  # of tests/benchmarks/peers.py
     "habitat_ver": "VER of habitat-baselines 0.3.320260507",
     "habitat_ddppo": "DD-PPO of habitat-baselines 0.3.320260507",
 }
+RACE_MINUTES = 5
+RACERS = {  # of tests/benchmarks/race.py
+    "ver": "ver_ppo.py",
+    "sample_factory": "Sample Factory",
+    "sb3": "Stable-Baselines3",
+    "cleanrl": "CleanRL",
+}
 ROUNDED = {"precision": 4, "suppress": True, "threshold": 12, "edgeitems": 4}  # as printed
 SAMPLERS = {"sync": GREY, "nover": ORANGE, "ver": BLUE, "async": PURPLE}
 IN_FLIGHT = "in flight when learning begins: counts for a later rollout"
@@ -370,24 +377,6 @@ def curves(result, tag):
     return steps_X, np.stack([np.interp(steps_X, *curve) for curve in found])
 
 
-def trainer_bars(sps):
-    """Draw the steps per second of trainers, as median and range. `sps`: (trainer, variant) ->
-    list.
-    """
-    figure, axis = plt.subplots(figsize=(9, 0.5 * len(sps) + 0.8), layout="constrained")
-    names = []
-    for row, ((trainer, variant), rates) in enumerate(sps.items()):
-        median = np.median(rates)
-        spread = [[median - min(rates)], [max(rates) - median]]
-        ours = trainer == "ver"
-        axis.barh(row, median, 0.7, color=BLUE if ours else GREY, xerr=spread, capsize=3)
-        axis.text(max(rates), row, f"  {median:,.0f}", va="center")
-        names.append(f"{TRAINERS[trainer]}, {variant}" if ours else TRAINERS[trainer])
-    axis.set(yticks=range(len(sps)), yticklabels=names, xlabel="steps per second")
-    axis.invert_yaxis()
-    return figure
-
-
 def scaling_curves(found):
     """Draw the steps per second of R ranks, divided by R times the rate of one rank, as in figure 4
     of the DD-PPO paper. `found` has the results of tests/benchmarks/scaling.py: workload -> mode ->
@@ -475,6 +464,25 @@ def parts_panels(panels, columns=4):
         axis.set_title(title, fontsize=8)
         axis.set(xlabel="simulated minutes", ylabel=in_words(tag), xlim=(0, None), ylim=(0, None))
     axes_RC.flat[0].legend(frameon=False, fontsize=8)
+    return figure
+
+
+def race_panels(found):
+    """Draw the value of the training's episodes over minutes: a panel for each task of race.py, a
+    line for each trainer."""
+    colors = dict(zip(RACERS, (BLUE, ORANGE, GREY, PURPLE)))
+    figure, axes = plt.subplots(1, len(found), figsize=(10, 2.6), layout="constrained")
+    for axis, (task, by_trainer) in zip(axes, found.items()):
+        for trainer, kept in by_trainer.items():
+            curves = [run["curve"] for run in kept["seeds"].values()]
+            values_KX = np.array(curves, float)  # None, a window without an episode, becomes NaN
+            minutes = np.linspace(0, RACE_MINUTES, values_KX.shape[1] + 1)[1:]
+            seen_X = ~np.isnan(values_KX).any(axis=0)
+            band(axis, minutes[seen_X], values_KX[:, seen_X], colors[trainer], RACERS[trainer])
+        axis.set_title(task, fontsize=9)
+        axis.set(xlabel="minutes", xlim=(0, RACE_MINUTES))
+    axes[0].set_ylabel("success or return")
+    figure.legend(*axes[1].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     return figure
 
 

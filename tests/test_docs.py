@@ -84,7 +84,7 @@ def test_links_to_code():
 
 def test_details():
     """Twenty, numbered in order; each has an anchor, lines of our code that are there, our
-    functions, the silent failure, a test, and the authors' code with its lines."""
+    functions, the silent failure, a test, and the authors' lines where their code differs."""
     anchors = re.findall(r'^<a id="([\w-]+)"></a>\n### (\d+)\. ', DETAILS, re.M)
     assert [int(number) for _, number in anchors] == list(range(1, 21))
     assert len({anchor for anchor, _ in anchors}) == 20
@@ -94,13 +94,13 @@ def test_details():
         code = re.search(r"```python\n(.*?)```", detail, re.S)[1]
         assert {line.strip() for line in code.splitlines()} <= ours, code
         parts = dict(re.findall(r"^- \*\*(.+?)\*\*(.+?)(?=\n- \*\*|\n\n|\Z)", detail, re.M | re.S))
-        known = [part for part in parts if part != "Worth."]  # not all can be switched off
-        assert known[-3:] == ["Here.", "Silent failure.", "Test."]
+        assert list(parts)[-3:] == ["Here.", "Silent failure.", "Test."]
         assert ".py#L" in parts["Here."]
         assert re.match(r"\s\[`test_\w+`\]", parts["Test."])
-        theirs = detail.split("<details><summary>The authors' code</summary>")[1]
-        assert re.search(r"\.py:\d+", theirs), detail
-        assert re.search(r"\b(Ran|Read)\b", theirs), detail
+        _, differs, theirs = detail.partition("<details><summary>The authors' code</summary>")
+        if differs:
+            assert re.search(r"\.py:\d+", theirs) and re.search(r"\bRan\b", theirs), detail
+    assert DETAILS.count("<details>") == 7
     for key in re.findall(r"\]\[([\w-]+)\]\W", re.sub(r"```.*?```", "", DETAILS, flags=re.S)):
         assert f"\n[{key}]: https://github.com/" in DETAILS, key
 
@@ -117,17 +117,17 @@ def test_mechanisms():
 
 
 def test_members_of_a_run():
-    """The manual's table for extensions has members that there are, and all that Run's own list
-    has."""
+    """The manual's table for extensions, and Run's own list, have members that there are."""
     page = (ROOT / "notebooks" / "DOORS.md").read_text()
     _, section = page.split("\n### Extensions of your own\n")
     table = section.split("\n\n")[1]
     cells = [line.split("|")[1] for line in table.splitlines()[2:]]
     told = re.findall(r"`(\w+)(?:\([\w, ]*\))?`", " ".join(cells))
-    assert len(told) == len(set(told)) >= 15
-    assert [name for name in told if not hasattr(ver_ppo.Run, name)] == []
+    assert len(told) == len(set(told)) >= 7
     lists = re.findall(r"^ {4}((?:\w+, )*\w+) {4}", inspect.getdoc(ver_ppo.Run), re.M)
-    assert len(lists) >= 10 and set(", ".join(lists).split(", ")) <= set(told)
+    listed = ", ".join(lists).split(", ")
+    assert len(lists) >= 10 and set(told) <= set(listed)
+    assert [name for name in listed if not hasattr(ver_ppo.Run, name)] == []
 
 
 def test_worked_examples():
@@ -150,7 +150,8 @@ def test_every_option_is_explained(capsys):
     with pytest.raises(SystemExit, match="0"):
         ver_ppo.main(["--help"])
     words = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    assert "discount factor" in words and "processes that share the environments" in words
+    assert "discount factor" in words
+    assert "processes among which the environments are divided" in words
 
 
 @MODULES

@@ -36,7 +36,7 @@ def check_outputs(notebook):
     kinds, names = ({output.get(field) for output in outputs} for field in ("output_type", "name"))
     printed = "".join(output.get("text", "") for output in outputs)
     assert "error" not in kinds and "stderr" not in names, printed
-    assert printed.count("\N{CHECK MARK}") >= 3
+    assert printed.count("\N{CHECK MARK}") >= 2
     assert "display_data" in kinds  # pictures
 
 
@@ -354,11 +354,6 @@ FEWER_STEPS = {  # of training in these notebooks, where their checks do not ask
             "for flat in range(8):\n        env = chain.begin(1000 + flat, far_m"
         ),
     },
-    "01_straggler_effect": {"updates=32)": "updates=12)"},
-    "05_does_it_pay": {
-        "--total-timesteps 6144": "--total-timesteps 2048",
-        "MEAN_SEC = 0.012": "MEAN_SEC = 0.004",
-    },
     "06_optimal_preemption": {
         "--total-timesteps 800": "--total-timesteps 500",
     },
@@ -368,7 +363,6 @@ FEWER_STEPS = {  # of training in these notebooks, where their checks do not ask
         # with --num-workers 0, all runs learn the same: the notebook's checks are free of chance
         "--total-timesteps 25000 {latency}": "--total-timesteps 9000 --num-workers 0 {latency}",
         "latency(mean_ms=10,": "latency(mean_ms=0.1,",
-        "ROLLOUTS = 40": "ROLLOUTS = 10",
     },
     "15_selfplay": {"games=300": "games=100", "None, 200": "None, 80"},
 }
@@ -400,12 +394,11 @@ OTHERS = {  # more answers, by notebook and exercise, and what the check must sa
         "by_ratios = 'C2, G4'": "not yet",
     },
     ("09_bug_hunt", "2"): {"by_million = by_ratios | {'A': 5, 'E': 1, 'H': 6}": "right"},
-    ("09_bug_hunt", "5"): {
+    ("09_bug_hunt", "4"): {
         "missed = {8, 7, 6, 5, 4, 2, 1}": "right",
         "missed = range(1, 9)": "not yet",
         "missed = 3": "not yet",
     },
-    ("08_language_models", "3"): {"answer = 0.43": "right", "answer = 1 - 0.1**8": "not yet"},
     ("06_optimal_preemption", "1"): {  # clears its input
         """def my_preemption(step_sec_2, most, learning_sec):
     _, end_sec = ver_multigpu.optimal_preemption(step_sec_2[:, None], most, True, learning_sec)
@@ -424,21 +417,6 @@ OTHERS = {  # more answers, by notebook and exercise, and what the check must sa
         """def learned_from(rollouts, total):
     pairs = zip([[0] * total, *rollouts], rollouts)
     return [([0] * total + before + fresh)[-total:] for before, fresh in pairs]""": "not yet",
-    },
-    ("06_optimal_preemption", "3"): {
-        # an array
-        """def my_differences(reward_K, version_K, newest, value_of, gamma):
-    value_K1 = np.array([value_of(v, k) for k, v in enumerate([*version_K, newest])])
-    return np.array(reward_K) + gamma * value_K1[1:] - value_K1[:-1]""": "right",
-        # both values by the policy that chose the action; nothing after the last step
-        """def my_differences(reward_K, version_K, newest, value_of, gamma):
-    found = []
-    for k, v in enumerate(version_K):
-        found.append(reward_K[k] + gamma * value_of(v, k + 1) - value_of(v, k))
-    return found""": "not yet",
-        """def my_differences(reward_K, version_K, newest, value_of, gamma):
-    value_K1 = np.array([value_of(v, k) for k, v in enumerate(version_K)] + [0.0])
-    return np.array(reward_K) + gamma * value_K1[1:] - value_K1[:-1]""": "not yet",
     },
     ("01_straggler_effect", "1"): {  # changes the table it is given
         """def lockstep_seconds(seconds_NK, updates, inference_sec, learning_sec):
@@ -528,19 +506,6 @@ OTHERS = {  # more answers, by notebook and exercise, and what the check must sa
         "answer = [final_value * share for share in (0.884, 0.940, 1)]": "not yet",
         "answer = [final_value * share for share in (0.970, 0.980, 0.99)]": "not yet",
     },
-    ("04_returns_and_ppo", "3"): {  # the right number for the first mini-batch
-        "objective = lambda ratio_M, advantage_M, weight_M: 0.29": "not yet",
-        # in PyTorch; divided by the sum of the weights
-        """def objective(*columns):
-    ratio_M, advantage_M, weight_M = map(torch.tensor, columns)
-    clipped_M = ratio_M.clamp(0.8, 1.2)
-    objective_M = torch.minimum(ratio_M * advantage_M, clipped_M * advantage_M)
-    return (weight_M * objective_M).mean()""": "right",
-        """def objective(ratio_M, advantage_M, weight_M):
-    clipped_M = np.clip(ratio_M, 0.8, 1.2)
-    objective_M = np.minimum(ratio_M * advantage_M, clipped_M * advantage_M)
-    return np.average(objective_M, weights=weight_M)""": "not yet",
-    },
     ("07_older_data", "1"): {  # not truncated; swapped; as an array
         "answer = [0.7, 1.12, 0.56, 0.728], [1, 1.6, 0.8, 1.04]": "not yet",
         "answer = [1, 1, 0.5, 0.5], [0.7, 0.7, 0.35, 0.35]": "not yet",
@@ -551,10 +516,6 @@ OTHERS = {  # more answers, by notebook and exercise, and what the check must sa
         "my_vtrace = shipped_vtrace": "right",
         "my_vtrace = lambda *_: None": "no answer yet",
         "my_vtrace = lambda ratio_K, *_: ratio_K": "not yet",
-    },
-    ("07_older_data", "3"): {
-        "answer = [8, 4, 2, 2], [12, 4, 0, 0]": "not yet",
-        "answer = [8, 8, 4, 4, 16, 8, 4, 4]": "not yet",
     },
     ("11_population", "1"): {
         # by places, from the worst; clears its input
@@ -653,11 +614,6 @@ OTHERS = {  # more answers, by notebook and exercise, and what the check must sa
             return near + (far - near) * before_m / length_m
     return path[0]""": "not yet",
     },
-    ("12_chained_skills", "2"): {  # in two digits; Navigate once; Pick and Place only
-        "answer = 0.93": "right",
-        "answer = 0.983 * 0.998 * 0.967": "not yet",
-        "answer = 0.998 * 0.967": "not yet",
-    },
     ("13_extras", "1"): {"answer = [8]": "right", "answer = 'eight'": "not yet"},
     ("13_extras", "2"): {  # rounded; without λ
         "answer = -np.round(lost_value, 3) * np.array([0.884, 0.940, 1])": "right",
@@ -669,28 +625,6 @@ OTHERS = {  # more answers, by notebook and exercise, and what the check must sa
         "answer = 'F', 'BCDEF', 'BCDEF'": "not yet",  # resets the encoder of the goal, too
         "answer = 'EF', 'BCDEF', 'CDEF'": "not yet",  # resets the actor, too
         "answer = 'BCDEF'": "not yet",
-    },
-    ("14_transfer", "2"): {
-        # in PyTorch
-        """def biases_for(distance, bearing):
-    direction = torch.tensor([math.cos(bearing), math.sin(bearing)])
-    elu = torch.tensor([distance - 0.75])
-    return torch.cat([torch.where(elu > 0, elu, (elu + 1).log()), direction.atanh()])""": "right",
-        # without tanh; the goal itself; in degrees; right is left
-        """def biases_for(distance, bearing):
-    x = distance - 0.75 if distance > 0.75 else math.log(distance + 0.25)
-    return x, math.cos(bearing), math.sin(bearing)""": "not yet",
-        """def biases_for(distance, bearing):
-    return [distance, math.cos(bearing), math.sin(bearing)]""": "not yet",
-        """def biases_for(distance, bearing):
-    x = distance - 0.75 if distance > 0.75 else math.log(distance + 0.25)
-    bearing = math.degrees(bearing)
-    return x, math.atanh(math.cos(bearing)), math.atanh(math.sin(bearing))""": "not yet",
-        """def biases_for(distance, bearing):
-    x = distance - 0.75 if distance > 0.75 else math.log(distance + 0.25)
-    return x, math.atanh(math.cos(bearing)), math.atanh(-math.sin(bearing))""": "not yet",
-        # two numbers
-        "biases_for = lambda distance, bearing: (distance, bearing)": "not yet",
     },
     ("15_selfplay", "1"): {
         # only ever turns left
@@ -957,8 +891,8 @@ def test_bug_hunt():
     says = "memory must be zero where an episode begins"
     assert cells["said"] == dict.fromkeys("ABCDEFGH", "nothing") | {"F": says}
     assert cells["check_says"]("shipped") == "nothing"
-    # the letters of the check are those that the tools find
-    assert "".join(sorted("".join(bug_hunt.FOUND_BY.values()))) == "ABCDEFGH"
+    # the letters of the check are those that the tools find; check_rollout finds F
+    assert "".join(sorted("".join(bug_hunt.FOUND_BY.values()))) == "ABCDEGH"
     assert sorted(bug_hunt.FAULTS.values()) == list(range(1, 9))
     for number, letter in enumerate("ECFGAHBD", 1):
         assert bug_hunt.FAULTS[letter] == number

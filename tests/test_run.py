@@ -25,7 +25,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 
 import ver_ppo
-from notebooks.extensions import play
+from notebooks.extensions import export, play
 from tests.helpers import (
     CHECKED,
     ROOT,
@@ -239,14 +239,9 @@ def test_greedy_agents():
 
 @pytest.mark.parametrize("name", ["CartPole-v1", "pointnav", "Pendulum-v1"])
 def test_export(tmp_path, name):
-    """The manual's `export` writes a file that computes exactly what `Policy.step` does."""
-    manual = (ROOT / "notebooks" / "DOORS.md").read_text()
-    codes = re.findall(r"```python\n(.*?)```", manual, re.S)
-    (code,) = (code for code in codes if "def export" in code)
-    names = {}
-    exec(code, names)
+    """`export` writes a file that computes exactly what `Policy.step` does."""
     folder = run_here(tmp_path, f"--env-id {name} --num-workers 0 --total-timesteps 64")
-    names["export"](folder, tmp_path / "step.pt2")
+    export.export(folder, tmp_path / "step.pt2")
     policy, options = play.load_policy(folder)
     spec = ver_ppo.describe_env(options)
     obs = {key: torch.rand(1, *shape) for key, _, shape in spec.obs_fields}
@@ -254,7 +249,7 @@ def test_export(tmp_path, name):
     state = torch.randn(1, *policy.state_shape)
     given = obs, action, torch.tensor([False]), state
     found = torch.export.load(tmp_path / "step.pt2").module()(*given)
-    for one, other in zip(found, names["Step"](policy)(*given)):
+    for one, other in zip(found, export.Step(policy)(*given)):
         assert torch.equal(one, other)
 
 

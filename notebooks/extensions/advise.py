@@ -251,7 +251,9 @@ def try_one(run, sampler, workers, times, tick):
     cycles = len(run.cycle_sec)
     passed_sec = sum(run.cycle_sec)
     steps = cycles * run.options.rollout_steps
-    error = np.std(run.cycle_sec) / np.mean(run.cycle_sec) / np.sqrt(max(1, cycles - 1))
+    error = 1.0  # of a single cycle, nothing is known
+    if cycles > 1:
+        error = np.std(run.cycle_sec) / np.mean(run.cycle_sec) / np.sqrt(cycles - 1)
     shares = tuple(run.spent_sec / passed_sec)
     learning_sec = run.spent_sec[2] / steps
     return Row(sampler, workers, steps / passed_sec, float(error), shares, learning_sec)
@@ -544,7 +546,7 @@ def launch(options):
         costs = Costs(*own_sec, np.median([row.learning_sec for row in rows]))
         other = other_number(behaviour, costs, run, usual, cores)
         if bar.is_full():
-            bar.write("Starts take long, so only one number of workers is tried. Try --minutes 10.")
+            bar.write("Time is short, so only one number of workers is tried. Try --minutes 10.")
         elif other:
             rows += try_samplers(run, other, seconds, bar)
         rows.append(try_overlap(run, usual, seconds, bar))

@@ -7,7 +7,10 @@ the GPU to compute them. A CUDA graph is a recording of such a step, which the G
 whole. The results are the same.
 """
 
+import copy
+
 import torch
+from torch.distributions import Distribution
 
 import ver_ppo
 from notebooks.extensions.inference import Inference
@@ -29,36 +32,56 @@ class Graphs(ver_ppo.Run):
 
 
 class RecordedStep:
-    """`Policy.step`, recorded once for each number of environments. Weights may change between
-    replays, because the optimizer changes them in place. A result is valid until the next call."""
+    """`Policy.step`, recorded for 1, 2, 4, 8 ... environments. A batch of another size is padded to
+    the next of these sizes. Weights may change between replays, because the optimizer changes them
+    in place. A result is valid until the next call, so all recordings can share their memory."""
 
     def __init__(self, step):
         self.step = step
         self.recorded = {}  # by the number of environments: graph, inputs, outputs
+        self.memory = None  # the pool of all recordings; the first one makes it
 
     def __call__(self, obs, *more):
         """As Policy.step."""
-        size = len(more[0])
+        given = [*obs.values(), *more]
+        count = len(given[0])
+        size = 1 << (count - 1).bit_length()
         if size not in self.recorded:
-            self.recorded[size] = self.record(obs, *more)
-        graph, inputs, outputs = self.recorded[size]
-        for own, given in zip(inputs, [*obs.values(), *more]):
-            own.copy_(given)
+            # environments that do not exist have zeros
+            padded = [part.new_zeros(size, *part.shape[1:]) for part in given]
+            own_obs = dict(zip(obs, padded))
+            self.recorded[size] = self.record(own_obs, *padded[len(obs) :]), padded
+        (graph, outputs), inputs = self.recorded[size]
+        for own, part in zip(inputs, given):
+            own[:count].copy_(part)
         graph.replay()
-        return outputs
+        distribution, *others = outputs
+        return first_rows(distribution, count), *(part[:count] for part in others)
 
-    def record(self, obs, *more):
-        """Record a step with copies of these inputs, in which every replay finds its inputs."""
-        obs = {key: part.clone() for key, part in obs.items()}
-        more = [part.clone() for part in more]
+    def record(self, *inputs):
+        """Record a step with these inputs, in which every replay finds its own. Returns the graph
+        and the outputs."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):  # what libraries do at first use must not be recorded
             for _ in range(3):
-                self.step(obs, *more)
+                self.step(*inputs)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            outputs = self.step(obs, *more)
+        with torch.cuda.graph(graph, pool=self.memory):
+            outputs = self.step(*inputs)
             _ = outputs[0].mode  # also records the probabilities, which are computed at first use
-        return graph, [*obs.values(), *more], outputs
+        self.memory = graph.pool()
+        return graph, outputs
+
+
+def first_rows(distribution, count):
+    """The first distributions of a batch, as views: nothing is computed."""
+    part = copy.copy(distribution)
+    part._batch_shape = torch.Size([count, *distribution.batch_shape[1:]])
+    for name, value in vars(distribution).items():
+        if isinstance(value, torch.Tensor):
+            setattr(part, name, value[:count])
+        elif isinstance(value, Distribution):
+            setattr(part, name, first_rows(value, count))
+    return part

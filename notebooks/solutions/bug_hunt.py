@@ -274,7 +274,7 @@ class H(TrainingLoop):
 
 COPIES = {"A": A, "B": B, "C": C, "D": D, "E": E, "F": F, "G": G, "H": H}
 FAULTS = {"A": 5, "B": 7, "C": 2, "D": 8, "E": 1, "F": 3, "G": 4, "H": 6}
-FOUND_BY = {"ratios": "CG", "million": "AEH", "counter": "BD", "elimination": "F"}
+FOUND_BY = {"ratios": "CG", "million": "AEH", "counter": "BD"}
 
 
 def open_copy(letter, *arguments, **more):
@@ -307,20 +307,6 @@ def fault_of_answer(answer, tool):
     if missing:
         return f"right so far, but this tool finds {len(missing)} more"
     return ""
-
-
-def points(answers, missed, right):
-    """Print the points: one for each letter with the right number, and two if `missed` are the
-    faults that `check_rollout` does not find."""
-    found = {}
-    for answer in answers:
-        try:
-            found |= cleaned(answer or {})
-        except (TypeError, ValueError):
-            print(f"{answer!r} does not count")
-    letters = sum(FAULTS.get(letter) == number for letter, number in found.items())
-    last = 2 * (fault_of_missed(missed, right) == "")
-    print(f"{letters + last} of {len(FAULTS) + 2} points: letters {letters}, check {last}")
 
 
 def fault_of_missed(missed, right):

@@ -44,9 +44,14 @@ VARIANTS = {
     "`--extensions overlap`": "--extensions overlap",
     "`--extensions async`": "--extensions async",
     '`--extensions "inference(workers=2)"`': "--extensions 'inference(workers=2)'",
+    "`--device cpu`": "--device cpu",
+    f"`--device cpu {MANY}`": f"--device cpu {MANY} {LONGER}",
+    "`--device cpu --policy resnet18`": "--device cpu --policy resnet18",
     "one rank": "",
     f"one rank, `{GRAPHS}`": GRAPHS,
+    "two ranks": "",
 }
+RANKS = {"one rank": 1, "two ranks": 2}  # all on the same GPU
 
 
 def profile(work, device):
@@ -127,7 +132,7 @@ def measure(args):
             continue
         if GRAPHS in more and args.device == "cpu":
             continue
-        ranks = 1 if name.startswith("one rank") else 0
+        ranks = RANKS.get(name.split(",")[0], 0)
         rate = functools.partial(measure_rate, arguments, args.steps, ranks)
         found[name] = attempt(name, rate)
         if not ranks and "--extensions" not in more:  # extensions change how steps are collected

@@ -72,6 +72,9 @@ def found_cells(task, names):
     return str(len(runs)), ", ".join(cells)
 
 
+IN_README = "pointnav", "pointnav-blind", "cartpole", "lunarlander", "hopper", "doorkey", "memory"
+
+
 def measured_at(tasks):
     """Commit, date and machine of each row of a table, as a sentence."""
     rows = {}
@@ -85,9 +88,6 @@ def measured_at(tasks):
     for where, numbers in rows.items():
         words.append(f"row{'s' * (len(numbers) > 1)} {', '.join(numbers)} at {where}")
     return f"Measured: {'; '.join(words)}."
-
-
-IN_README = "pointnav", "pointnav-blind", "cartpole", "lunarlander", "hopper", "doorkey", "memory"
 
 
 def tasks_table(names):
@@ -111,47 +111,40 @@ DEFAULT_STEPS = " --total-timesteps 2000000"  # need not be given
 
 
 def commands():
-    """The commands of these tables, and where they were run."""
+    """The commands of these tables."""
     lines = []
-    for task in learn.TASKS:
-        found = draw.load_result(task)
-        command = f"python ver_ppo.py {learn.TASKS[task].arguments}"
-        words = f"--seed {', '.join(str(run['seed']) for run in found['runs'])}"
-        if task in learn.PACKAGES:
-            words = f"not run by the tests: pip install '{learn.PACKAGES[task]}'; {words}"
-        lines.append(f"    {command.replace(DEFAULT_STEPS, '')}  # {words}")
-    return [*lines, "", measured_at(learn.TASKS)]
+    for name, task in learn.TASKS.items():
+        command = f"python ver_ppo.py {task.arguments}".replace(DEFAULT_STEPS, "")
+        if name in learn.PACKAGES:
+            command += f"  # not run by the tests: pip install '{learn.PACKAGES[name]}'"
+        lines.append(f"    {command}")
+    return lines
 
 
 def published_table():
-    """Published results beside ours."""
+    """Published results beside ours, except those of POPGym and of the tasks in other tables."""
     rows = []
     for name, task in learn.PUBLISHED.items():
-        seeds, cells = found_cells(name, ["return"])
-        cells = cells.removeprefix("return ")
-        options = f"`{task.options}`" if task.options else ""
-        rows.append([task.described, options, seeds, cells, task.published])
-    head = ["task, steps", "options", "seeds", "evaluation", "published"]
-    return [*table(head, rows), "", measured_at(learn.PUBLISHED)]
+        if name not in learn.TASKS and not task.env_id.startswith(learn.POPGYM):
+            _, cells = found_cells(name, ["return"])
+            rows.append([task.described, cells.removeprefix("return "), task.published])
+    return table(["task, steps", "evaluation", "published"], rows)
 
 
 def minutes_table(kept):
-    """For both kinds of simulators and every sampler: speed, weighted speed, and minutes and steps
-    to a success. Mean and range of the seeds."""
+    """For both kinds of simulators and every sampler: speed, and minutes and steps to a success of
+    0.8. Mean and range of the seeds."""
     rows = []
     for how, samplers in kept["found"].items():
         for sampler, runs in samplers.items():
-            sps = [run["steps"][-1] / run["seconds"][-1] for run in runs]
-            weights = [np.mean(run["ver/importance_weight"]) for run in runs]
-            cells = [mean_and_range(sps, 0), mean_and_range(np.multiply(sps, weights), 0)]
+            cells = [mean_and_range([run["steps"][-1] / run["seconds"][-1] for run in runs], 0)]
             for over, unit, digits in (("seconds", 60, 1), ("steps", 1000, 0)):
-                for height in (0.5, 0.8):
-                    curves = [(run[over], run["metrics/success"]) for run in runs]
-                    reached = [draw.first_reached(*curve, height) / unit for curve in curves]
-                    cells.append(mean_and_range(reached, digits))
-            rows.append([how, f"`{sampler}`", str(len(runs)), *cells])
-    heads = ["minutes to 0.5", "to 0.8", "thousand steps to 0.5", "to 0.8"]
-    return table(["simulators", "", "seeds", "steps/s", "weighted", *heads], rows)
+                curves = [(run[over], run["metrics/success"]) for run in runs]
+                reached = [draw.first_reached(*curve, 0.8) / unit for curve in curves]
+                cells.append(mean_and_range(reached, digits))
+            rows.append([how, f"`{sampler}`", *cells])
+    heads = ["minutes to 0.8", "thousand steps to 0.8"]
+    return table(["simulators", "", "steps/s", *heads], rows)
 
 
 def starts_table(kept):
@@ -159,21 +152,19 @@ def starts_table(kept):
     rows = []
     for how, runs in kept["found"].items():
         cells = [mean_and_range([run[str(least)] for run in runs], 0) for least in learn.SUCCESSES]
-        rows.append([how, str(len(runs)), *cells])
-    return table(["", "seeds", *(f"to success {least}" for least in learn.SUCCESSES)], rows)
-
-
-def mutants_table(kept):
-    """How many planted faults of each file the quick tests notice."""
-    rows = []
-    for file, found in kept["planted"].items():
-        survivors = found["survivors"]
-        killed = found["mutants"] - len(survivors)
-        rows.append([file, str(found["mutants"]), str(killed), ", ".join(survivors) or "none"])
-    return table(["", "faults", "noticed", "survivors"], rows)
+        rows.append([how, *cells])
+    return table(["", *(f"to success {least}" for least in learn.SUCCESSES)], rows)
 
 
 # --------------------------------------------------------------------------------- Parts, weights
+
+
+def with_error(values, digits=2, sign=""):
+    """Mean and standard error of numbers, as text."""
+    words = f"{np.mean(values):{sign}.{digits}f}"
+    if len(values) > 1:
+        words += f" ± {np.std(values, ddof=1) / len(values) ** 0.5:.{digits}f}"
+    return words.replace("-", "−")
 
 
 def numbers_of(runs, task):
@@ -186,14 +177,6 @@ def numbers_of(runs, task):
         mean = np.trapezoid(values, steps) / (steps[-1] - steps[0])
         found[run["seed"]] = np.array([run["evaluation"][name][0], mean, run["minutes"]])
     return found
-
-
-def with_error(values, digits=2, sign=""):
-    """Mean and standard error of numbers, as text."""
-    words = f"{np.mean(values):{sign}.{digits}f}"
-    if len(values) > 1:
-        words += f" ± {np.std(values, ddof=1) / len(values) ** 0.5:.{digits}f}"
-    return words.replace("-", "−")
 
 
 def compared(full, without, digits):
@@ -234,6 +217,40 @@ def parts_table(small, pointnav):
     head = ["part", "in its place", "small task", "seeds", "evaluation", "training curve"]
     head += ["minutes: ratio", "expected", "PointNav: success, five seeds", "expected"]
     return [*table(head, rows), "", measured_at(["parts"])]
+
+
+DETAILS_OF_PARTS = {  # words or links of DETAILS.md
+    "lost": "lost steps teach nothing",
+    "truncation": "truncated episodes ([not only VER's](#not-only-vers))",
+    "carried-recomputed": "[5](#carried-log-probability)",
+    "idle": "[7](#idle)",
+    "bootstrap": "[8](#bootstrap-state)",
+    "states": "[12](#cut-state)",
+    "minibatches": "equal mini-batches ([12](#cut-state))",
+    "shuffling": "[13](#shuffle)",
+    "weights": "[16](#weights)",
+}
+
+
+def worth_table(small, pointnav):
+    """What training loses without each part, in its small task and in PointNav. First the part of
+    which it loses the largest share."""
+    rows = {}
+    for key, detail in DETAILS_OF_PARTS.items():
+        part = studies.PARTS[key]
+        digits = 0 if part.small == "pole" else 2
+        cells = []
+        for kept, name, places in ((small, part.small, digits), (pointnav, "pointnav", 2)):
+            full, without = with_and_without(kept, name, key)
+            pairs = np.array([(full[s][0], without[s][0]) for s in full.keys() & without.keys()])
+            cells.append((pairs[:, 0].mean(), with_error(pairs[:, 1] - pairs[:, 0], places, "+")))
+            if name == part.small:
+                share = (pairs[:, 0] - pairs[:, 1]).mean() / pairs[:, 0].mean()
+        (before, here), (_, there) = cells
+        task = f"{studies.TASKS[part.small].words}: {before:.{digits}f}"
+        rows[share, key] = [detail, part.without, task, here, there]
+    head = ["detail", "without it", "small task", "difference", "PointNav"]
+    return table(head, [rows[key] for key in sorted(rows, reverse=True)])
 
 
 def weights_table(kept):
@@ -278,36 +295,29 @@ def by_kind(runs):
 
 
 def samplers_table(kept):
-    """Steps per second of every sampler, and the ratio to lock-step."""
+    """Steps per second in lock-step, and the other samplers as multiples of them."""
     rows = []
     for workload, measured in kept["found"]["workloads"].items():
-        sps = []
-        over_sync = []
-        for mode in SAMPLERS:
-            found = [(results[mode], results["sync"]["sps"]) for results in measured["rounds"]]
-            sps.append(spread([own["sps"] for own, _ in found]))
-            over_sync.append(spread([own["sps"] / sync for own, sync in found], 2))
-        rows.append([f"{workload}: steps/s", *sps])
-        rows.append([f"{workload}: ratio to `sync`", *over_sync])
-    return table(["", *in_code(SAMPLERS)], rows)
+        rates = {
+            mode: np.array([results[mode]["sps"] for results in measured["rounds"]])
+            for mode in SAMPLERS
+        }
+        sync = rates.pop("sync")
+        rows.append([workload, spread(sync), *(spread(own / sync, 2) for own in rates.values())])
+    _, *others = SAMPLERS
+    return table(["", "`sync`: steps/s", *in_code(others)], rows)
 
 
 def uneven_table(kept):
-    """How many times as fast as `sync` the others are: computed, mean and range of the seeds; and
-    run."""
+    """How many times as fast as `sync` the others are, computed: mean and range of the seeds."""
     rows = []
     for found in kept["cells"]:
         row = [f"{spread:g}" for spread in found["cell"]]
         for name in ("nover", "ver", "weighted"):
             ratios = [rates[name] / rates["sync"] for rates in found["computed"]]
             row.append(mean_and_range(ratios, 1))
-        for name in ("nover", "ver"):
-            pairs = zip(found["computed"], found["run"])
-            both = [(own[name] / own["sync"], run[name] / run["sync"]) for own, run in pairs]
-            row.append("; ".join(f"{ran:.2f} ({computed:.2f})" for computed, ran in both))
         rows.append(row)
-    head = ["`between`", "`spread`", "`nover`", "`ver`", "`ver`, weighted"]
-    return table([*head, "`nover`, run (computed)", "`ver`, run (computed)"], rows)
+    return table(["`between`", "`spread`", "`nover`", "`ver`", "`ver`, weighted"], rows)
 
 
 def best_rate(looked, sampler):
@@ -365,15 +375,6 @@ def ranks_table(kept):
     return table(["ranks", *by_ranks], rows)
 
 
-def scaling_table(kept):
-    """Speed-ups over one rank, with simulators that differ."""
-    rows = []
-    for mode, by_ranks in kept["found"]["heterogeneous"].items():
-        speedups = [f"{at['speedup']:.3g}" for at in by_ranks.values()]
-        rows.append([", ".join(in_code(mode.split())), *speedups])
-    return table(["ranks", *by_ranks], rows)
-
-
 def by_trainer(kept):
     """Steps per second of each round, as (trainer, variant) -> list."""
     sps = {}
@@ -382,19 +383,35 @@ def by_trainer(kept):
     return sps
 
 
-def peers_table(*every):
+def peers_table():
     """Steps per second of every trainer with each simulator, and in brackets the range of the
     factors by which ver_ppo.py is faster."""
     cells = {}
-    for kept in every:
-        ours = np.array(by_trainer(kept)["ver", "default"])
-        for (trainer, variant), sps in by_trainer(kept).items():
-            name = draw.TRAINERS[trainer] + (f", {variant}" if trainer == "ver" else "")
+    for name in ("peers", "peers-computes", "peers-sleeps"):
+        every = by_trainer(draw.load_result(name))
+        ours = np.array(every["ver", "default"])
+        for (trainer, variant), sps in every.items():
+            words = draw.TRAINERS[trainer] + (f", {variant}" if trainer == "ver" else "")
             factors = ours / sps
             cell = f"{np.median(sps):,.0f} ({factors.min():.2f}–{factors.max():.2f})"
-            cells.setdefault(name, []).append(cell)
-    rows = [[name, *row] for name, row in cells.items()]
+            cells.setdefault(words, []).append(cell)
+    rows = [[words, *row] for words, row in cells.items()]
     return table(["trainer", "PointNav", "and 2 ms of computing", "and 20 ms of sleep"], rows)
+
+
+def race_table(kept):
+    """What the training's last episodes are worth after five minutes, and after how many steps."""
+    rows = []
+    for task, by_trainer in kept["found"].items():
+        cells = []
+        for trainer in draw.RACERS:
+            runs = list(by_trainer.get(trainer, {"seeds": {}})["seeds"].values())
+            values = [run["last"] for run in runs]
+            steps = np.mean([run["steps"] for run in runs]) / 1000 if runs else 0
+            digits = 2 if task == "PointNav" else 0
+            cells.append(f"{spread(values, digits)} ({steps:,.0f} k)" if runs else "–")
+        rows.append([task, *cells])
+    return table(["task", *draw.RACERS.values()], rows)
 
 
 def habitat_table(kept):
@@ -414,17 +431,9 @@ def habitat_table(kept):
 
 
 def gpu_table(kept):
-    """The results of every variant on a GPU."""
-    rows = []
-    for variant, found in kept["found"].items():
-        row = [variant]
-        for name, form in {"sps": ",.0f", "collecting": ".2f", "learning": ".2f"}.items():
-            row.append(f"{found[name]:{form}}" if found.get(name) is not None else "–")
-        row.append(f"{found['memory_mib']:,.0f}" if "memory_mib" in found else "–")
-        both = [found.get(name) for name in ("log_prob", "approx_kl")]
-        rows.append([*row, "–" if None in both else "{:.0e} ({:.0e})".format(*both)])
-    head = ["steps/s", "collecting", "learning", "memory, MiB", "difference (KL)"]
-    lines = table(["", *head], rows)
+    """The speed of every variant on a GPU, and what the default has learned there."""
+    rows = [[variant, f"{found['sps']:,.0f}"] for variant, found in kept["found"].items()]
+    lines = table(["", "steps/s"], rows)
     if learned := kept.get("learned"):
         spl, error = learned["evaluation"]["spl"]
         words = f"{learned['steps']:,} steps by default in {learned['seconds']} s"
@@ -470,15 +479,14 @@ OF_FILES = {  # name: what makes the table, of which files
     "starts": (starts_table, "starts"),
     "samplers": (samplers_table, "samplers"),
     "ranks": (ranks_table, "ranks"),
-    "scaling": (scaling_table, "scaling"),
-    "peers": (peers_table, "peers", "peers-computes", "peers-sleeps"),
     "habitat": (habitat_table, "habitat"),
     "gpu": (gpu_table, "gpu"),
     "uneven": (uneven_table, "uneven"),
+    "race": (race_table, "race"),
     "real": (real_table, "real"),
     "predictions": (predictions_table, "real"),
-    "mutants": (mutants_table, "mutants"),
     "parts": (parts_table, "parts", "parts-pointnav"),
+    "worth": (worth_table, "parts", "parts-pointnav"),
     "weights": (weights_table, "weights"),
 }
 LEARNED = {
@@ -486,6 +494,7 @@ LEARNED = {
     "learned-more": lambda: tasks_table([task for task in learn.TASKS if task not in IN_README]),
     "commands": commands,
     "published": published_table,
+    "peers": peers_table,
     "options": options_table,
 }
 
@@ -541,19 +550,16 @@ def check_tables():
 def draw_pictures():
     """Draw all pictures of the pages, except the film."""
     costs = {"inference_sec": 0.05, "learning_sec": 3.0}
-    learned = {"depth camera": "pointnav", "blind": "pointnav-blind"}
-    learned = {label: draw.load_result(task) for label, task in learned.items()}
     figures = {
         "whole": draw.whole(),
         "timeline": draw.compare_samplers(
             draw.step_times(4, 0.4, 0.6), 8, 3, **costs, height=3.6, samplers=("sync", "ver")
         ),
-        "pointnav": draw.learning_curves(learned),
-        "peers": draw.trainer_bars(by_trainer(draw.load_result("peers"))),
         "scaling": draw.scaling_curves(draw.load_result("scaling")["found"]),
         "chain": draw.chain_and_distance(draw.load_result("rearrange")),
         "minutes": draw.minutes_curves(draw.load_result("minutes")["found"]),
         "parts": parts_figure(),
+        "race": draw.race_panels(draw.load_result("race")["found"]),
     }
     for name, figure in figures.items():
         figure.savefig(PICTURES / f"{name}.png", dpi=90)
