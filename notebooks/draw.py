@@ -470,7 +470,7 @@ def parts_panels(panels, columns=4):
 def race_panels(found):
     """Draw the value of the training's episodes over minutes: a panel for each task of race.py, a
     line for each trainer."""
-    colors = dict(zip(RACERS, (BLUE, ORANGE, GREY, PURPLE)))
+    looks = dict(zip(RACERS, zip((BLUE, ORANGE, GREY, PURPLE), LINES)))
     figure, axes = plt.subplots(1, len(found), figsize=(10, 2.6), layout="constrained")
     for axis, (task, by_trainer) in zip(axes, found.items()):
         for trainer, kept in by_trainer.items():
@@ -478,7 +478,8 @@ def race_panels(found):
             values_KX = np.array(curves, float)  # None, a window without an episode, becomes NaN
             minutes = np.linspace(0, RACE_MINUTES, values_KX.shape[1] + 1)[1:]
             seen_X = ~np.isnan(values_KX).any(axis=0)
-            band(axis, minutes[seen_X], values_KX[:, seen_X], colors[trainer], RACERS[trainer])
+            color, line = looks[trainer]
+            band(axis, minutes[seen_X], values_KX[:, seen_X], color, RACERS[trainer], line)
         axis.set_title(task, fontsize=9)
         axis.set(xlabel="minutes", xlim=(0, RACE_MINUTES))
     axes[0].set_ylabel("success or return")

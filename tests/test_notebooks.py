@@ -766,6 +766,7 @@ def test_legends_in_grey():
         "evolution": draw.evolution(decisions),
         "chain_view": draw.chain_and_distance(draw.load_result("rearrange")),
         "parts_panels": draw.parts_panels({"states": ("charts/episodic_return", ([run], [run]))}),
+        "race_panels": draw.race_panels(draw.load_result("race")["found"]),
     }
     functions = inspect.getmembers(draw, inspect.isfunction)
     own = {name for name, function in functions if ".legend(" in inspect.getsource(function)}

@@ -151,7 +151,8 @@ def kill(size):
     the age of the checkpoint when the rank was killed."""
     with tempfile.TemporaryDirectory() as folder:
         line = f"--nproc-per-node {size} ver_multigpu.py --env-id pointnav --num-envs 4"
-        line += f" --num-workers 1 --update-epochs 40 --runs-dir {folder} {STILL}"
+        line += " --num-workers 1 --update-epochs 10 --checkpoint-interval 1"
+        line += f" --runs-dir {folder} {STILL}"
         words = [sys.executable, "-m", "torch.distributed.run", "--standalone", *shlex.split(line)]
         how = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         process = subprocess.Popen(words, cwd=harness.ROOT, start_new_session=True, **how)
@@ -159,7 +160,7 @@ def kill(size):
             while not list(Path(folder).glob("*/checkpoint.pt")):
                 time.sleep(0.1)
             (checkpoint,) = Path(folder).glob("*/checkpoint.pt")
-            time.sleep(10)  # most of the time, it learns
+            time.sleep(5)  # most of the time, it learns
             children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
             ranks = children.read_text().split()
             age_sec = time.time() - checkpoint.stat().st_mtime
