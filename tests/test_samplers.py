@@ -394,7 +394,7 @@ def test_trace(tmp_path, mode, workers, sampler):
     sizes = [int(name.split()[-1]) for *_, name in batches]
     assert sum(sizes) == sum(map(len, lanes.values())) == 640
     shortest = min(end - begin for lane in lanes.values() for begin, end, _ in lane)
-    assert shortest == pytest.approx(1100, rel=0.1)
+    assert 1000 <= shortest < 2000  # microseconds of a sleep; two environments in turn take longer
     for worker in range(workers):
         own = [lanes[f"environment {e}"] for e in range(worker, 4, workers)]
         steps = sorted(itertools.chain(*own))

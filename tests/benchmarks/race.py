@@ -25,9 +25,9 @@ Virtual environments, beside those of peers.py:
 
     python -m venv SB3; SB3/bin/pip install torch==2.13.0
     SB3/bin/pip install rl_zoo3 sb3-contrib==2.9.2 "gymnasium[box2d,mujoco]" tyro tqdm
-    SF/bin/pip install "gymnasium[box2d,mujoco]==0.29.1"
+    SF/bin/pip install "gymnasium[mujoco]==0.29.1" Box2D pygame
     python -m venv CRL; CRL/bin/pip install torch==2.13.0
-    CRL/bin/pip install "gymnasium[box2d,mujoco]==0.29.1" tyro tensorboard
+    CRL/bin/pip install "gymnasium[mujoco]==0.29.1" Box2D pygame tyro tensorboard
 """
 
 import functools
