@@ -103,7 +103,7 @@ def tasks_table(names):
 def readme_table():
     """The README's table."""
     here = "[these commands](notebooks/MEASURED.md#what-the-defaults-learn)"
-    footer = f"200 episodes for each seed, by {here}, where six more tasks are."
+    footer = f"200 episodes for each seed, by {here}, which have six more tasks."
     return [*tasks_table(IN_README), "", footer]
 
 
@@ -215,7 +215,8 @@ def parts_table(small, pointnav):
         here, there = part.expected
         rows.append([*what, *cells, times, here, with_error(np.array(change), 3, "+"), there])
     head = ["part", "in its place", "small task", "seeds", "evaluation", "training curve"]
-    head += ["minutes: ratio", "expected", "PointNav: success, five seeds", "expected"]
+    head += ["minutes: ratio", "expected"]
+    head += ["PointNav: difference in success, five seeds", "expected in PointNav"]
     return [*table(head, rows), "", measured_at(["parts"])]
 
 
@@ -249,7 +250,8 @@ def worth_table(small, pointnav):
         (before, here), (_, there) = cells
         task = f"{studies.TASKS[part.small].words}: {before:.{digits}f}"
         rows[share, key] = [detail, part.without, task, here, there]
-    head = ["detail", "without it", "small task", "difference", "PointNav"]
+    head = ["detail", "without it", "small task: result with it", "difference"]
+    head.append("difference in PointNav")
     return table(head, [rows[key] for key in sorted(rows, reverse=True)])
 
 
@@ -405,11 +407,13 @@ def race_table(kept):
     for task, by_trainer in kept["found"].items():
         cells = []
         for trainer in draw.RACERS:
-            runs = list(by_trainer.get(trainer, {"seeds": {}})["seeds"].values())
-            values = [run["last"] for run in runs]
-            steps = np.mean([run["steps"] for run in runs]) / 1000 if runs else 0
-            digits = 2 if task == "PointNav" else 0
-            cells.append(f"{spread(values, digits)} ({steps:,.0f} k)" if runs else "–")
+            if trainer not in by_trainer:
+                cells.append("–")
+                continue
+            runs = by_trainer[trainer]["seeds"].values()
+            steps = np.mean([run["steps"] for run in runs]) / 1000
+            last = mean_and_range([run["last"] for run in runs], 2 * (task == "PointNav"), " to ")
+            cells.append(f"{last.replace('-', '−')}; {steps:,.0f} k")
         rows.append([task, *cells])
     return table(["task", *draw.RACERS.values()], rows)
 
