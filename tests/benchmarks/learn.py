@@ -100,7 +100,9 @@ TASKS = {  # nearly all with no option but the steps
     "pointnav": Task(
         "pointnav", 2000, words="`pointnav`, 64×64 depth, 64 unseen floor plans, 2 M steps"
     ),
-    "pointnav-short": Task("pointnav", 1200, words="`pointnav`, 1.2 M steps (five to seven minutes)"),
+    "pointnav-short": Task(
+        "pointnav", 1200, words="`pointnav`, 1.2 M steps (five to seven minutes)"
+    ),
     "pointnav-blind": Task("pointnav", 2500, BLIND, "the same without the camera, 2.5 M"),
     "cartpole": Task("CartPole-v1", 150, words="{} (a random agent: 24)"),
     "acrobot": Task("Acrobot-v1", 200, words="{} (random: −491)"),
