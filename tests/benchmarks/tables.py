@@ -173,10 +173,15 @@ def numbers_of(runs, task):
     name, tag = task.measure
     found = {}
     for run in runs:
-        steps, values = run["curves"][tag]
-        mean = np.trapezoid(values, steps) / (steps[-1] - steps[0])
-        found[run["seed"]] = np.array([run["evaluation"][name][0], mean, run["minutes"]])
+        numbers = run["evaluation"][name][0], mean_of_curve(run, tag), run["minutes"]
+        found[run["seed"]] = np.array(numbers)
     return found
+
+
+def mean_of_curve(run, tag):
+    """The mean of a training curve over its steps."""
+    steps, values = run["curves"][tag]
+    return np.trapezoid(values, steps) / (steps[-1] - steps[0])
 
 
 def compared(full, without, digits):
@@ -273,23 +278,27 @@ def weights_table(kept):
             pairs = np.array([found[seed] - full[seed] for seed in seeds])
             numbers = np.array([*found.values()])
             cells = [with_error(numbers[:, index]) for index in range(3)]
-            differs = with_error(pairs[:, 0], 3, "+") if seeds and variant != "ver" else ""
+            differs = ["", ""]
+            if seeds and variant != "ver":
+                differs = [with_error(pairs[:, index], 3, "+") for index in (0, 3)]
             weight = np.mean([np.mean(run["curves"]["ver/importance_weight"][1]) for run in runs])
             minutes = np.mean([run["minutes"] for run in runs])
-            own = [str(len(runs)), *cells, differs, f"{weight:.2f}", f"{minutes:.1f}"]
+            own = [str(len(runs)), *cells, *differs, f"{weight:.2f}", f"{minutes:.1f}"]
             rows.append([group, variant, *own, expected])
             expected = ""
     head = ["environments", "", "seeds", "success", "in the easy kind", "in the hard kind"]
-    rows = table([*head, "difference", "mean weight", "minutes", "expected"], rows)
+    head += ["difference", "of the training curve", "mean weight", "minutes", "expected"]
+    rows = table(head, rows)
     return [*rows, "", measured_at(["weights"])]
 
 
 def by_kind(runs):
-    """Success of the evaluation by seed: of all episodes, and of each kind."""
+    """Success by seed: of all episodes of the evaluation, of each kind, and of the training."""
     found = {}
     for run in runs:
         success, easy, hard = (run["evaluation"][name][0] for name in ("success", "easy", "hard"))
-        found[run["seed"]] = np.array([success, 2 * easy, 2 * hard])
+        curve = mean_of_curve(run, "metrics/success")
+        found[run["seed"]] = np.array([success, 2 * easy, 2 * hard, curve])
     return found
 
 
