@@ -53,7 +53,7 @@ def in_code(names):
 def mean_and_range(values, digits, to="–"):
     """Mean, lowest and highest, as text."""
     numbers = np.mean(values), min(values), max(values)
-    mean, low, high = (f"{number:,.{digits}f}" for number in numbers)
+    mean, low, high = (f"{number:,.{digits}f}".replace("-", "−") for number in numbers)
     return f"{mean} ({low}{to}{high})"
 
 
@@ -68,7 +68,7 @@ def found_cells(task, names):
     for name in names:
         values = [run["evaluation"][name][0] for run in runs]
         words = mean_and_range(values, 0 if abs(values[0]) > 20 else 3, " to ")
-        cells.append(f"{draw.in_words(name)} {words.replace('-', '−')}")
+        cells.append(f"{draw.in_words(name)} {words}")
     return str(len(runs)), ", ".join(cells)
 
 
@@ -255,8 +255,8 @@ def worth_table(small, pointnav):
         (before, here), (_, there) = cells
         task = f"{studies.TASKS[part.small].words}: {before:.{digits}f}"
         rows[share, key] = [detail, part.without, task, here, there]
-    head = ["detail", "without it", "small task: result with it", "difference"]
-    head.append("difference in PointNav")
+    head = ["detail", "without it", "small task: result with it"]
+    head += ["difference", "difference in PointNav"]
     return table(head, [rows[key] for key in sorted(rows, reverse=True)])
 
 
@@ -421,8 +421,9 @@ def race_table(kept):
                 continue
             runs = by_trainer[trainer]["seeds"].values()
             steps = np.mean([run["steps"] for run in runs]) / 1000
-            last = mean_and_range([run["last"] for run in runs], 2 * (task == "PointNav"), " to ")
-            cells.append(f"{last.replace('-', '−')}; {steps:,.0f} k")
+            digits = 2 if task == "PointNav" else 0
+            last = mean_and_range([run["last"] for run in runs], digits, " to ")
+            cells.append(f"{last}; {steps:,.0f} k")
         rows.append([task, *cells])
     return table(["task", *draw.RACERS.values()], rows)
 
