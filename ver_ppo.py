@@ -733,7 +733,9 @@ def ppo_update(policy, optimizer, rollout, options, average=lambda tensors: None
     scale = policy.critic.rescale(rollout.complete["returns"], average)
     normalize_advantages(rollout, scale, options, average)
     steps = rollout.complete
-    sequences = find_sequences(steps["segment"], steps["first"])
+    # only a memory needs steps in their order. Without one, each step is a sequence of its own, and
+    # a mini-batch has steps from everywhere in the rollout
+    sequences = find_sequences(steps["segment"], steps["first"] | (0 in policy.state_shape))
     columns = to_device(steps, LEARNED, next(policy.parameters()).device)
     logs = []
     for _ in range(options.update_epochs):

@@ -42,6 +42,7 @@ TRAINERS = {  # of tests/benchmarks/peers.py
 RACE_MINUTES = 5
 RACERS = {  # of tests/benchmarks/race.py
     "ver": "ver_ppo.py",
+    "ver_continuous": "ver_ppo.py, other options",
     "sample_factory": "Sample Factory",
     "sb3": "Stable-Baselines3",
     "cleanrl": "CleanRL",
@@ -470,7 +471,7 @@ def parts_panels(panels, columns=4):
 def race_panels(found):
     """Draw the value of the training's episodes over minutes: a panel for each task of race.py, a
     line for each trainer."""
-    looks = dict(zip(RACERS, zip((BLUE, ORANGE, GREY, PURPLE), LINES)))
+    looks = dict(zip(RACERS, zip((BLUE, GREEN, ORANGE, GREY, PURPLE), LINES)))
     figure, axes = plt.subplots(1, len(found), figsize=(10, 2.6), layout="constrained")
     for axis, (task, by_trainer) in zip(axes, found.items()):
         for trainer, kept in by_trainer.items():
@@ -483,7 +484,8 @@ def race_panels(found):
         axis.set_title(task, fontsize=9)
         axis.set(xlabel="minutes", xlim=(0, RACE_MINUTES))
     axes[0].set_ylabel("success or return")
-    figure.legend(*axes[1].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    most = max(axes, key=lambda axis: len(axis.lines))  # has all trainers
+    figure.legend(*most.get_legend_handles_labels(), loc="outside lower center", ncols=5)
     return figure
 
 

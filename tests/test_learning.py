@@ -295,6 +295,26 @@ def test_before_the_first_reward(monkeypatch):
     assert not batches[0]["norm_advantage"].any() and policy.critic.scale == 0
 
 
+def test_single_steps_without_a_memory(monkeypatch):
+    """Without a memory, PPO shuffles single steps: each mini-batch has steps of all environments,
+    and all steps are in one mini-batch of each epoch."""
+    workers = VirtualWorkers(8, lambda e, step: 1.0)
+    policy, rollout, c = build(workers, 8, 16, num_minibatches=4, lstm_layers=0)
+    c.collect(rollout)
+    batches = []
+
+    def minibatch_step(policy, optimizer, batch, *rest):
+        batches.append(batch)
+        return {"losses/skipped": torch.zeros(())}
+
+    monkeypatch.setattr(ver_ppo, "minibatch_step", minibatch_step)
+    learn(policy, None, rollout, c.options)
+    rows = np.reshape([batch["row"] for batch in batches], (c.options.update_epochs, 128))
+    assert np.array_equal(np.sort(rows), [range(128)] * c.options.update_epochs)
+    assert all(len(np.unique(rollout["env"][batch["row"]])) == 8 for batch in batches)
+    assert all(batch["batch_sizes"].tolist() == [32] for batch in batches)
+
+
 def test_one_outlier_in_the_rewards():
     """It at most doubles the unit of returns, which is as it was 60 rollouts later; and numbers
     that float32 can just hold change nothing but the unit."""

@@ -308,6 +308,12 @@ def test_statistics_are_of_all_environments(num_envs, num_steps):
     assert statistics.variance_C.numpy() == pytest.approx(np.full(3, env_S.var()), rel=0.3)
 
 
+def test_cpc_needs_a_memory():
+    """Without one, PPO learns from single steps, which have no later steps to predict."""
+    with pytest.raises(ver_ppo.UserError, match="--lstm-layers 1"):
+        build({"goal": GOAL}, policy="resnet18(cpc=True)", hidden_size=8, lstm_layers=0)
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_cpc_stays_in_its_episode(seed):
     """Starts, actions and futures belong to one episode of one environment, in order, at most

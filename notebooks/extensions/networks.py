@@ -183,6 +183,8 @@ class ResNetPolicy(ver_ppo.Policy):
         if bf16 and not computes_bf16(options.device):
             raise UserError(f"bf16: this {options.device} has no instructions for bfloat16")
         super().__init__(spec, options)
+        if cpc and 0 in self.state_shape:  # PPO would shuffle single steps
+            raise UserError("cpc: it predicts from the memory, so it needs --lstm-layers 1 or more")
         self.bf16 = bf16
         self.cpc = ContrastivePrediction(self.features, options.hidden_size) if cpc else None
 

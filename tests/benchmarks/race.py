@@ -180,8 +180,11 @@ def train_cleanrl(task, steps, seed, folder):
 # ------------------------------------------------------------------------------ In the main process
 
 NONE = {("cleanrl", "PointNav"), ("cleanrl", "CartPole without velocities")}  # has no trainer
+NONE |= {("ver_continuous", task) for task in TASKS if task != "Hopper"}
 OURS = {  # variants of this trainer: their options
     "ver": "",
+    "ver_continuous": "--num-envs 8 --num-steps 256 --num-minibatches 8 --update-epochs 5"
+    " --learning-rate 1e-3 --ent-coef 0",
 }
 
 
