@@ -733,8 +733,8 @@ def ppo_update(policy, optimizer, rollout, options, average=lambda tensors: None
     scale = policy.critic.rescale(rollout.complete["returns"], average)
     normalize_advantages(rollout, scale, options, average)
     steps = rollout.complete
-    # only a memory needs steps in their order. Without one, each step is a sequence of its own, and
-    # a mini-batch has steps from everywhere in the rollout
+    # without a memory (the state is empty), their order does not matter: each step is a sequence
+    # of its own, and a mini-batch mixes steps of the whole rollout
     sequences = find_sequences(steps["segment"], steps["first"] | (0 in policy.state_shape))
     columns = to_device(steps, LEARNED, next(policy.parameters()).device)
     logs = []
@@ -1848,8 +1848,8 @@ class LSTM(nn.LSTM):
 
 
 class FeedForward(nn.Linear):
-    """A layer without memory, in place of the LSTM. Its state is empty, so no other code needs to
-    know the difference."""
+    """A layer without memory, in place of the LSTM. Its state is empty, by which `ppo_update`
+    knows it."""
 
     state_rows = 0
 

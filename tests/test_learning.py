@@ -296,8 +296,8 @@ def test_before_the_first_reward(monkeypatch):
 
 
 def test_single_steps_without_a_memory(monkeypatch):
-    """Without a memory, PPO shuffles single steps: each mini-batch has steps of all environments,
-    and all steps are in one mini-batch of each epoch."""
+    """Without a memory, PPO shuffles single steps: each mini-batch has steps of many
+    environments, and all steps are in one mini-batch of each epoch."""
     workers = VirtualWorkers(8, lambda e, step: 1.0)
     policy, rollout, c = build(workers, 8, 16, num_minibatches=4, lstm_layers=0)
     c.collect(rollout)
@@ -311,7 +311,8 @@ def test_single_steps_without_a_memory(monkeypatch):
     learn(policy, None, rollout, c.options)
     rows = np.reshape([batch["row"] for batch in batches], (c.options.update_epochs, 128))
     assert np.array_equal(np.sort(rows), [range(128)] * c.options.update_epochs)
-    assert all(len(np.unique(rollout["env"][batch["row"]])) == 8 for batch in batches)
+    # 32 steps of sequences would come from 2 or 3 environments
+    assert all(len(np.unique(rollout["env"][batch["row"]])) > 4 for batch in batches)
     assert all(batch["batch_sizes"].tolist() == [32] for batch in batches)
 
 
