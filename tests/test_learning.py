@@ -75,6 +75,18 @@ def learn(policy, optimizer, rollout, options):
     return ver_ppo.ppo_update(policy, optimizer, rollout, options)
 
 
+def kept_batches(monkeypatch):
+    """A list of all mini-batches that `ppo_update` makes from now on, and does not learn from."""
+    batches = []
+
+    def minibatch_step(policy, optimizer, batch, *rest):
+        batches.append(batch)
+        return {"losses/skipped": torch.zeros(())}
+
+    monkeypatch.setattr(ver_ppo, "minibatch_step", minibatch_step)
+    return batches
+
+
 @pytest.mark.parametrize("target, grows", [(1.5, True), (0.1, False)])
 def test_entropy_constraint(target, grows):
     """The learned coefficient rises while the entropy is below its target, falls while above, and
@@ -196,21 +208,16 @@ def test_epochs(monkeypatch):
     )
     policy, rollout, c = build(workers, 3, 20, num_minibatches=4, update_epochs=3, norm_adv=True)
     c.collect(rollout)
-    epochs = []
-
-    def minibatch_step(policy, optimizer, batch, *rest):
-        epochs.append(batch["row"])
-        assert len(epochs[-1]) == 15
-        advantage_S = rollout["advantage"]
-        normal_S = (advantage_S - advantage_S.mean()) / advantage_S.std()
+    batches = kept_batches(monkeypatch)
+    learn(policy, torch.optim.SGD(policy.parameters(), lr=1.0), rollout, c.options)
+    advantage_S = rollout["advantage"]
+    normal_S = (advantage_S - advantage_S.mean()) / advantage_S.std()
+    for batch in batches:
+        assert len(batch["row"]) == 15
         np.testing.assert_allclose(
             batch["norm_advantage"], normal_S[batch["row"]], rtol=1e-4, atol=1e-5
         )
-        return {"losses/skipped": torch.zeros(())}
-
-    monkeypatch.setattr(ver_ppo, "minibatch_step", minibatch_step)
-    learn(policy, torch.optim.SGD(policy.parameters(), lr=1.0), rollout, c.options)
-    epochs = np.stack(epochs).reshape(3, 60).tolist()
+    epochs = np.stack([batch["row"] for batch in batches]).reshape(3, 60).tolist()
     assert [sorted(steps) for steps in epochs] == [list(range(60))] * 3
     assert epochs[0] != epochs[1] != epochs[2]
 
@@ -283,13 +290,7 @@ def test_before_the_first_reward(monkeypatch):
     policy.critic.scale.fill_(0.0)
     rollout.rows = 16
     rollout["segment"][:] = np.arange(16) % 2
-    batches = []
-
-    def minibatch_step(policy, optimizer, batch, *rest):
-        batches.append(batch)
-        return {"losses/skipped": torch.zeros(())}
-
-    monkeypatch.setattr(ver_ppo, "minibatch_step", minibatch_step)
+    batches = kept_batches(monkeypatch)
     ver_ppo.ppo_update(policy, None, rollout, c.options)
     assert [batch["scale"] for batch in batches] == [1e-8] * c.options.update_epochs
     assert not batches[0]["norm_advantage"].any() and policy.critic.scale == 0
@@ -301,13 +302,7 @@ def test_single_steps_without_a_memory(monkeypatch):
     workers = VirtualWorkers(8, lambda e, step: 1.0)
     policy, rollout, c = build(workers, 8, 16, num_minibatches=4, lstm_layers=0)
     c.collect(rollout)
-    batches = []
-
-    def minibatch_step(policy, optimizer, batch, *rest):
-        batches.append(batch)
-        return {"losses/skipped": torch.zeros(())}
-
-    monkeypatch.setattr(ver_ppo, "minibatch_step", minibatch_step)
+    batches = kept_batches(monkeypatch)
     learn(policy, None, rollout, c.options)
     rows = np.reshape([batch["row"] for batch in batches], (c.options.update_epochs, 128))
     assert np.array_equal(np.sort(rows), [range(128)] * c.options.update_epochs)

@@ -13,6 +13,7 @@ minute, from which the number of steps in five minutes is predicted.
 All environments are wrapped in `Recorded`, so returns are counted in the same way for all: those of
 the training's own episodes, exploration included.
 
+- ver_ppo.py has its defaults. On Hopper-v4, it is also run with options for continuous control.
 - Hopper-v4, LunarLander: Sample Factory has its authors' options for MuJoCo and, for LunarLander,
   those of their example for Gymnasium; Stable-Baselines3's PPO has those of RL Baselines3 Zoo;
   CleanRL is ppo_continuous_action.py and ppo.py as they are (at PATH, a checkout of it).
@@ -180,7 +181,7 @@ def train_cleanrl(task, steps, seed, folder):
 # ------------------------------------------------------------------------------ In the main process
 
 NONE = {("cleanrl", "PointNav"), ("cleanrl", "CartPole without velocities")}  # has no trainer
-NONE |= {("ver_continuous", task) for task in TASKS if task != "Hopper"}
+NONE |= {("ver_continuous", task) for task in TASKS if task != "Hopper"}  # not continuous
 OURS = {  # variants of this trainer: their options
     "ver": "",
     "ver_continuous": "--num-envs 8 --num-steps 256 --num-minibatches 8 --update-epochs 5"
