@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import time
 from collections import deque
 from dataclasses import replace
 
@@ -57,6 +58,14 @@ def test_own_work():
     # without waiting, only the collecting process is busy
     found = compute(steady(1e-6), costs, "sync", (8, 64), 8, 16)
     assert found == pytest.approx(8 / (0.5 + 2 + 1), rel=1e-3)
+
+
+def test_answers_are_sent_together():
+    """A worker of eight environments sends four answers at once. So on one core, a batch that takes
+    50 ms follows on four steps of 100 ms."""
+    costs = Costs(batch_sec=0.05, row_sec=0.0, learning_sec=0.0)
+    found = compute(steady(0.1), costs, "ver", (8, 64), 1, 1)
+    assert found == pytest.approx(4 / (0.4 + 0.05), rel=0.02)
 
 
 def test_lock_step_takes_the_slowest():
@@ -145,6 +154,25 @@ def test_costs_of_inference(tmp_path, monkeypatch):
     batch_sec, row_sec = advise.inference_costs(run)
     assert batch_sec == pytest.approx(0.01)
     assert row_sec == pytest.approx(0.005)
+
+
+def test_costs_in_training():
+    """Inference alone takes 8 ms for a batch of 4. In lock-step, it took half of the time of 100
+    steps per second, so 5 ms for each step: 2.5 times as long."""
+    rows = [Row(name, 2, 100, 0.0, (0.3, 0.5, 0.2), sec) for name, sec in zip(SAMPLERS, (1, 2, 9))]
+    costs = advise.costs_in_training(0.004, 0.001, rows, 4)
+    assert costs == pytest.approx((0.01, 0.0025, 2))
+
+
+def test_watched_workers_never_wait(tmp_path):
+    """Steps take 10 ms, and this process sleeps for 10 ms in every pass. Meanwhile a worker steps
+    its other environments, so that it spends little time beside them."""
+    line = f"--env-id CartPole-v1 --wrappers latency(mean_ms=10) --runs-dir {tmp_path}"
+    options = ver_ppo.parse_options([*line.split(), "--num-envs", "8"])
+    spec = ver_ppo.describe_env(options)
+    found = advise.watch(options, spec, 1.0, lambda: time.sleep(0.01))
+    assert found.overhead_sec < 0.002
+    assert all(len(sec) > 2 for sec in found.sec_E)
 
 
 def test_numbers_of_a_simulator():

@@ -14,7 +14,8 @@ The options are those of ver_ppo.py. It takes about three minutes, and prints
 
 In the computation, a worker steps its environments one after the other, with the durations that
 were watched. A step needs a core for a part of its time, and waits for the rest. All processes that
-need a core at the same moment get equal shares of the cores.
+need a core at the same moment get equal shares of the cores. Learning, and inference in lock-step,
+take as long as in the trainings.
 """
 
 import contextlib
@@ -128,9 +129,9 @@ class Behaviour(NamedTuple):
 
 
 def watch(options, spec, seconds, look):
-    """Let a few environments act at random for some seconds. There is a worker for each core, and
-    each of them steps one environment at a time: cores that are all busy are slower than one that
-    is alone. Returns the environments' Behaviour."""
+    """Let a few environments act at random for some seconds, with a worker for each core: cores
+    that are all busy are slower than one that is alone. Each environment gets its next action at
+    once, so that workers hardly wait, as in training. Returns the environments' Behaviour."""
     rng = np.random.default_rng(0)
     num_envs = min(options.num_envs, WATCHED)
     num_workers = min(ver_ppo.count_cores(), num_envs)
@@ -151,13 +152,12 @@ def watch(options, spec, seconds, look):
             starting -= len(workers.receive(0.05))
             look()
         began_at = time.perf_counter()
-        for e in range(num_workers):
+        for e in range(num_envs):
             act(e)
         while time.perf_counter() - began_at < seconds or not all(found):
             for e in workers.receive(0.05):
                 found[e].append((io["step_sec"][e], io["first"][e]))
-                after = e + num_workers  # of the same worker
-                act(after if after < num_envs else e % num_workers)
+                act(e)
             look()
         passed_sec = time.perf_counter() - began_at
     sec_E = [np.array([sec for sec, _ in steps]) for steps in found]
@@ -275,7 +275,8 @@ def kept_environments(run, num_workers):
 
 class Machine(VirtualWorkers):
     """Workers that share the cores of a machine, in simulated time. Worker w has the environments
-    w, w + W, and so on, and steps them one after the other."""
+    w, w + W, and so on. As in ver_ppo.env_worker, it steps those that it was asked for one after
+    the other, and may send several answers at once."""
 
     def __init__(self, num_envs, num_workers, cores, duration, cpu_share, batch_sec, row_sec):
         """`duration(e, step)` is in seconds. The process that collects needs a core, too:
@@ -285,8 +286,13 @@ class Machine(VirtualWorkers):
         self.cpu_share = cpu_share
         self.batch_sec = batch_sec
         self.row_sec = row_sec
-        self.queues = [deque() for _ in range(num_workers)]
-        self.stepping = [None] * num_workers  # the environment that each worker steps now
+        # of each worker: environments in its inbox, those that it has read, and their answers that
+        # it has not sent
+        self.inboxes = [deque() for _ in range(num_workers)]
+        self.asked = [deque() for _ in range(num_workers)]
+        self.unsent = [[] for _ in range(num_workers)]
+        self.since_W = np.zeros(num_workers)  # when it began, or sent answers
+        self.stepping = [None] * num_workers  # the environment that it steps now
         # seconds that each process still needs a core, and then waits. The last is the collecting
         # process
         self.cpu_sec_P = np.zeros(num_workers + 1)
@@ -296,7 +302,7 @@ class Machine(VirtualWorkers):
     def send(self, env_B):
         self.work(self.batch_sec + self.row_sec * len(env_B))
         for e in env_B.tolist():
-            self.queues[e % len(self.queues)].append(e)
+            self.inboxes[e % len(self.inboxes)].append(e)
 
     def receive(self, timeout_sec):
         starts = super().receive(0)
@@ -314,9 +320,13 @@ class Machine(VirtualWorkers):
 
     def pass_time(self):
         """Let time pass until a process has done a part of its work."""
-        for worker, queue in enumerate(self.queues):
-            if self.stepping[worker] is None and queue:
-                e = self.stepping[worker] = queue.popleft()
+        for worker, asked in enumerate(self.asked):
+            if self.stepping[worker] is None and not asked and self.inboxes[worker]:
+                asked.extend(self.inboxes[worker])
+                self.inboxes[worker].clear()
+                self.since_W[worker] = self.now
+            if self.stepping[worker] is None and asked:
+                e = self.stepping[worker] = asked.popleft()
                 took = self.duration(e, self.steps_N[e])
                 self.cpu_sec_P[worker] = took * self.cpu_share
                 self.wait_sec_P[worker] = took * (1 - self.cpu_share)
@@ -333,7 +343,18 @@ class Machine(VirtualWorkers):
             if e is not None and self.cpu_sec_P[worker] == self.wait_sec_P[worker] == 0:
                 self.stepping[worker] = None
                 self.answer(e)
-                self.answered.append(e)
+                self.unsent[worker].append(e)
+                self.send_answers(worker)
+
+    def send_answers(self, worker):
+        """Let a worker that has just answered send its answers, if it does so now."""
+        unsent = self.unsent[worker]
+        num_environments = len(range(worker, len(self.steps_N), len(self.asked)))
+        passed_sec = self.now - self.since_W[worker]
+        if not self.asked[worker] or ver_ppo.is_due(len(unsent), num_environments, passed_sec):
+            self.answered += unsent
+            unsent.clear()
+            self.since_W[worker] = self.now
 
 
 class Instant:
@@ -383,6 +404,16 @@ def inference_costs(run):
     saved_sec = max(0.0, row_sec[1] - row_sec[num_envs])
     batch_sec = saved_sec / max(1 - 1 / num_envs, 0.5)
     return batch_sec, max(0.0, row_sec[1] - batch_sec)
+
+
+def costs_in_training(batch_sec, row_sec, rows, num_envs):
+    """The Costs of trainings, from those of inference alone. Beside simulators, a process is slower
+    than alone: inference by the same factor as in the first of these Rows, which is lock-step, with
+    batches of N."""
+    lock_step = rows[0]
+    factor = lock_step.shares[1] / lock_step.rate / (batch_sec / num_envs + row_sec)
+    learning_sec = float(np.median([row.learning_sec for row in rows]))
+    return Costs(factor * batch_sec, factor * row_sec, learning_sec)
 
 
 def cycle_seconds(behaviour, costs, sampler, size, num_workers, cores, seed):
@@ -541,9 +572,9 @@ def launch(options):
         bar.write(f"{options.env_id}: {options.num_envs} environments, {cores} cores")
         bar.write(behaviour.describe())
         allot(run, seconds, usual, behaviour.step_sec)
-        own_sec = inference_costs(run)
+        alone_sec = inference_costs(run)
         rows = try_samplers(run, usual, seconds, bar)
-        costs = Costs(*own_sec, np.median([row.learning_sec for row in rows]))
+        costs = costs_in_training(*alone_sec, rows, options.num_envs)
         other = other_number(behaviour, costs, run, usual, cores)
         if bar.is_full():
             bar.write("Time is short, so only one number of workers is tried. Try --minutes 10.")

@@ -359,12 +359,13 @@ def real_table(kept):
 
 
 def predictions_table(kept):
-    """Computed steps per second by measured ones: each round, with both numbers of workers."""
+    """Computed steps per second by measured ones: each round, with both numbers of workers. Rounds
+    from before the computation was changed have only measured ones."""
     rows = []
     for name, by_cores in kept["found"].items():
         for cores, rounds in by_cores.items():
             ratios = {sampler: [] for sampler in COMPARED}
-            for looked in rounds:
+            for looked in [each for each in rounds if "computed" in each]:
                 tried = {(one["sampler"], one["workers"]): one["rate"] for one in looked["tried"]}
                 as_tried = min(one["num_steps"] for one in looked["computed"])  # T
                 for one in looked["computed"]:
