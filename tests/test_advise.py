@@ -151,24 +151,30 @@ def test_costs_of_inference(tmp_path, monkeypatch):
         return step(obs, *more)
 
     run.policy.step = slow
-    batch_sec, row_sec = advise.inference_costs(run)
+    batch_sec, row_sec, acting_sec = advise.inference_costs(run)
     assert batch_sec == pytest.approx(0.01)
     assert row_sec == pytest.approx(0.005)
+    assert acting_sec == pytest.approx(0.01 + 8 * 0.005)
 
 
 def test_costs_in_training():
-    """Inference alone takes 8 ms for a batch of 4. In lock-step, it took half of the time of 100
-    steps per second, so 5 ms for each step: 2.5 times as long."""
-    rows = [Row(name, 2, 100, 0.0, (0.3, 0.5, 0.2), sec) for name, sec in zip(SAMPLERS, (1, 2, 9))]
-    costs = advise.costs_in_training(0.004, 0.001, rows, 4)
+    """Without simulators, choosing actions takes 2 ms. In lock-step it takes 5 ms, 2.5 times as
+    long. Learning takes as long as in the median training."""
+    rows = [
+        Row(sampler, 2, 100, 0.0, (0.3, 0.5, 0.2), acting_sec, learning_sec)
+        for sampler, acting_sec, learning_sec in zip(SAMPLERS, (0.005, 0.1, 0.1), (1, 2, 9))
+    ]
+    costs = advise.costs_in_training(0.004, 0.001, 0.002, rows)
     assert costs == pytest.approx((0.01, 0.0025, 2))
 
 
-def test_watched_workers_never_wait(tmp_path):
+def test_watched_workers_hardly_wait(tmp_path, monkeypatch):
     """Steps take 10 ms, and this process sleeps for 10 ms in every pass. Meanwhile a worker steps
     its other environments, so that it spends little time beside them."""
-    line = f"--env-id CartPole-v1 --wrappers latency(mean_ms=10) --runs-dir {tmp_path}"
-    options = ver_ppo.parse_options([*line.split(), "--num-envs", "8"])
+    monkeypatch.setattr(ver_ppo, "count_cores", lambda: 2)
+    line = "--env-id CartPole-v1 --wrappers 'latency(mean_ms=10, spread=0)'"
+    line += f" --runs-dir {tmp_path}"
+    options = ver_ppo.parse_options([*shlex.split(line), "--num-envs", "8"])
     spec = ver_ppo.describe_env(options)
     found = advise.watch(options, spec, 1.0, lambda: time.sleep(0.01))
     assert found.overhead_sec < 0.002
@@ -188,7 +194,7 @@ def test_numbers_of_a_simulator():
 
 
 def row(sampler, rate, workers=2, error=0.0):
-    return Row(sampler, workers, rate, error, (0.0, 0.0, 1.0), 1e-4)
+    return Row(sampler, workers, rate, error, (0.0, 0.0, 1.0), 1e-4, 1e-4)
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ The options are those of ver_ppo.py. It takes about three minutes, and prints
 
 In the computation, a worker steps its environments one after the other, with the durations that
 were watched. A step needs a core for a part of its time, and waits for the rest. All processes that
-need a core at the same moment get equal shares of the cores. Learning, and inference in lock-step,
-take as long as in the trainings.
+need a core at the same moment get equal shares of the cores. The costs of inference and learning
+are those of the trainings.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ from tqdm import tqdm
 import ver_ppo
 from notebooks.extensions.virtual_clock import IdlePolicy, VirtualWorkers, build
 
-WATCHED = 8  # environments, at most
+WATCHED = 8  # environments, if there are as many; more if there are many cores
 WORTH = 1.05  # a command that is faster by less than this is not worth its options
 SIMULATED = 10_000  # steps of each computation, about
 ROUNDING_SEC = 1e-12  # less time than this is none
@@ -130,11 +130,13 @@ class Behaviour(NamedTuple):
 
 def watch(options, spec, seconds, look):
     """Let a few environments act at random for some seconds, with a worker for each core: cores
-    that are all busy are slower than one that is alone. Each environment gets its next action at
-    once, so that workers hardly wait, as in training. Returns the environments' Behaviour."""
+    that are all busy are slower than one that is alone. After an answer, the next action follows at
+    once, and meanwhile a worker steps its other environments. Returns the environments' Behaviour.
+    """
     rng = np.random.default_rng(0)
-    num_envs = min(options.num_envs, WATCHED)
-    num_workers = min(ver_ppo.count_cores(), num_envs)
+    cores = ver_ppo.count_cores()
+    num_envs = min(options.num_envs, max(WATCHED, 2 * cores))
+    num_workers = min(cores, max(1, num_envs // 2))
     options = replace(options, num_envs=num_envs, num_workers=num_workers)
     io = ver_ppo.EnvIO(spec, num_envs)
     found = [[] for _ in range(num_envs)]
@@ -152,18 +154,20 @@ def watch(options, spec, seconds, look):
             starting -= len(workers.receive(0.05))
             look()
         began_at = time.perf_counter()
+        ended_at_W = np.zeros(num_workers)  # when each worker's last answers came
         for e in range(num_envs):
             act(e)
         while time.perf_counter() - began_at < seconds or not all(found):
             for e in workers.receive(0.05):
                 found[e].append((io["step_sec"][e], io["first"][e]))
+                ended_at_W[e % num_workers] = time.perf_counter()
                 act(e)
             look()
-        passed_sec = time.perf_counter() - began_at
     sec_E = [np.array([sec for sec, _ in steps]) for steps in found]
     resets_E = [np.array([first for _, first in steps]) for steps in found]
     steps = sum(map(len, sec_E))
-    overhead_sec = max(0.0, num_workers * passed_sec - sum(map(np.sum, sec_E))) / steps
+    passed_sec = (ended_at_W - began_at).sum()
+    overhead_sec = max(0.0, passed_sec - sum(map(np.sum, sec_E))) / steps
     cpu_share = min(1.0, spec.cpu_sec / spec.step_sec)
     return Behaviour(sec_E, resets_E, cpu_share, overhead_sec)
 
@@ -219,13 +223,14 @@ class Tried(ver_ppo.Run):
 class Row(NamedTuple):
     """A short training: steps per second, and by what share of it chance may have moved it (a
     standard error); the shares of waiting for environments, inference and learning; the seconds of
-    learning for each step."""
+    choosing actions for a batch, and of learning for each step."""
 
     sampler: str
     workers: int
     rate: float
     error: float
     shares: tuple
+    acting_sec: float
     learning_sec: float
 
 
@@ -233,6 +238,12 @@ def with_sampler(options, sampler, workers):
     """These options with another sampler, such as `nover` or `ver+overlap`."""
     name, *more = sampler.split("+")
     return replace(options, sampler=name, num_workers=workers, extensions=tuple(more))
+
+
+def acting_sec(rollout):
+    """Seconds of choosing the actions of a batch: the median of the rollout's steps."""
+    steps = rollout.complete
+    return float(np.median(steps["sent_at"] - steps["inference_at"]))
 
 
 def try_one(run, sampler, workers, times, tick):
@@ -255,8 +266,8 @@ def try_one(run, sampler, workers, times, tick):
     if cycles > 1:
         error = np.std(run.cycle_sec) / np.mean(run.cycle_sec) / np.sqrt(cycles - 1)
     shares = tuple(run.spent_sec / passed_sec)
-    learning_sec = run.spent_sec[2] / steps
-    return Row(sampler, workers, steps / passed_sec, float(error), shares, learning_sec)
+    own_sec = acting_sec(run.rollout), run.spent_sec[2] / steps
+    return Row(sampler, workers, steps / passed_sec, float(error), shares, *own_sec)
 
 
 @contextlib.contextmanager
@@ -286,12 +297,12 @@ class Machine(VirtualWorkers):
         self.cpu_share = cpu_share
         self.batch_sec = batch_sec
         self.row_sec = row_sec
-        # of each worker: environments in its inbox, those that it has read, and their answers that
-        # it has not sent
+        # for each worker: environments in its inbox; those that it has read and not stepped; those
+        # whose answers it has not sent
         self.inboxes = [deque() for _ in range(num_workers)]
         self.asked = [deque() for _ in range(num_workers)]
         self.unsent = [[] for _ in range(num_workers)]
-        self.since_W = np.zeros(num_workers)  # when it began, or sent answers
+        self.since_W = np.zeros(num_workers)  # when each last read its inbox, or sent answers
         self.stepping = [None] * num_workers  # the environment that it steps now
         # seconds that each process still needs a core, and then waits. The last is the collecting
         # process
@@ -382,7 +393,8 @@ class Costs(NamedTuple):
 
 def inference_costs(run):
     """Seconds that the shipped collector needs for a batch of actions, and for each of its rows.
-    Measured with the run's policy, in batches of 1 and of N."""
+    Measured with the run's policy, without simulators, in batches of 1 and of N. Also returns the
+    `acting_sec` of a batch of N."""
     num_envs = run.options.num_envs
     options = replace(run.options, sampler="ver")
     size = 4 * num_envs, num_envs, run.policy.state_shape
@@ -403,15 +415,14 @@ def inference_costs(run):
     # a batch of B rows takes batch_sec + B row_sec
     saved_sec = max(0.0, row_sec[1] - row_sec[num_envs])
     batch_sec = saved_sec / max(1 - 1 / num_envs, 0.5)
-    return batch_sec, max(0.0, row_sec[1] - batch_sec)
+    return batch_sec, max(0.0, row_sec[1] - batch_sec), acting_sec(rollout)
 
 
-def costs_in_training(batch_sec, row_sec, rows, num_envs):
-    """The Costs of trainings, from those of inference alone. Beside simulators, a process is slower
-    than alone: inference by the same factor as in the first of these Rows, which is lock-step, with
-    batches of N."""
-    lock_step = rows[0]
-    factor = lock_step.shares[1] / lock_step.rate / (batch_sec / num_envs + row_sec)
+def costs_in_training(batch_sec, row_sec, alone_sec, rows):
+    """The Costs of these trainings, from what `inference_costs` returns. In a training, inference
+    is slower than without simulators. How much slower is measured in the first Row, `sync`, where
+    each batch has N rows."""
+    factor = rows[0].acting_sec / alone_sec
     learning_sec = float(np.median([row.learning_sec for row in rows]))
     return Costs(factor * batch_sec, factor * row_sec, learning_sec)
 
@@ -572,9 +583,9 @@ def launch(options):
         bar.write(f"{options.env_id}: {options.num_envs} environments, {cores} cores")
         bar.write(behaviour.describe())
         allot(run, seconds, usual, behaviour.step_sec)
-        alone_sec = inference_costs(run)
+        without_simulators = inference_costs(run)
         rows = try_samplers(run, usual, seconds, bar)
-        costs = costs_in_training(*alone_sec, rows, options.num_envs)
+        costs = costs_in_training(*without_simulators, rows)
         other = other_number(behaviour, costs, run, usual, cores)
         if bar.is_full():
             bar.write("Time is short, so only one number of workers is tried. Try --minutes 10.")

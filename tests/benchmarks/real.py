@@ -5,14 +5,16 @@
     real.py --rounds 2                          3 minutes for each simulator and round
     real.py crafter Humanoid --rounds 1         of these alone
     taskset --cpu-list 0 real.py --rounds 1     on one core
-    real.py Habitat --data FOLDER --rounds 2    in a Python that has Habitat
+    real.py Habitat "Habitat, short episodes" --data FOLDER --rounds 2
 
 notebooks/extensions/advise.py looks at each of them. Nothing else may run on the machine. Rounds
 are added to those that the results have.
 
-For Habitat, FOLDER has the PointNav episodes and scenes of habitat-lab's tests, or others in their
-place: datasets/pointnav/habitat-test-scenes/v1 and scene_datasets. There is no stop action, and an
-episode has 100 steps: an untrained agent would stop after two to four steps.
+`Habitat` and `Habitat, short episodes` need a Python that has Habitat. FOLDER has the PointNav
+episodes and scenes of habitat-lab's tests, or others in their place: in
+datasets/pointnav/habitat-test-scenes/v1 and scene_datasets. In `Habitat`, there is no stop action,
+and an episode has 100 steps. In `Habitat, short episodes`, an untrained agent stops after two to
+four steps.
 """
 
 import itertools
@@ -36,8 +38,11 @@ SIMULATORS = {
     " --num-steps 64",
     "ViZDoom Basic": "--env-id vizdoom.gymnasium_wrapper:VizdoomBasic-v1"
     " --wrappers 'resize(height=60, width=80)' --num-steps 64",
-    "Habitat": "--env-id pointnav --num-envs 8 --num-minibatches 2 --env-kwargs simulator=habitat"
-    " habitat.environment.max_episode_steps=100 '~habitat.task.actions.stop='",
+}
+HABITAT = "--env-id pointnav --num-envs 8 --num-minibatches 2 --env-kwargs simulator=habitat"
+IN_HABITAT = {
+    "Habitat": f"{HABITAT} habitat.environment.max_episode_steps=100 '~habitat.task.actions.stop='",
+    "Habitat, short episodes": HABITAT,
 }
 
 
@@ -50,7 +55,7 @@ def look_at(name, data):
         path = Path(folder, "found.json")
         words = [sys.executable, "-m", "notebooks.extensions.advise", "--file", str(path)]
         modules = f"{harness.HERE}{os.pathsep}{harness.ROOT}"
-        words += shlex.split(SIMULATORS[name])
+        words += shlex.split((SIMULATORS | IN_HABITAT)[name])
         said = harness.execute(words, checkout=folder, PYTHONPATH=modules)
         print(said, flush=True)
         found = json.loads(path.read_text())
@@ -59,15 +64,14 @@ def look_at(name, data):
 
 if __name__ == "__main__":
     parser = harness.command_line(__doc__)
-    parser.add_argument("names", nargs="*", choices=[[], *SIMULATORS], help="these alone")
+    parser.add_argument("names", nargs="*", choices=[[], *SIMULATORS, *IN_HABITAT])
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--data", type=os.path.abspath, help="Habitat: scenes and episodes")
     args = parser.parse_args()
-    if "Habitat" in args.names and not args.data:
+    if IN_HABITAT.keys() & args.names and not args.data:
         parser.error("give --data")
-    names = args.names or [name for name in SIMULATORS if name != "Habitat"]
     found = harness.kept(args, "real").get("found", {})
-    for number, name in itertools.product(range(args.rounds), names):
+    for number, name in itertools.product(range(args.rounds), args.names or SIMULATORS):
         print(f"round {number + 1}: {name}", flush=True)
         looked = look_at(name, args.data)
         by_cores = found.setdefault(name, {})

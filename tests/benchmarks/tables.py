@@ -360,7 +360,7 @@ def real_table(kept):
 
 def predictions_table(kept):
     """Computed steps per second by measured ones: each round, with both numbers of workers. Rounds
-    from before the computation was changed have only measured ones."""
+    that were measured before the computation changed have no computed rates, and are left out."""
     rows = []
     for name, by_cores in kept["found"].items():
         for cores, rounds in by_cores.items():
@@ -372,7 +372,8 @@ def predictions_table(kept):
                     if one["num_steps"] == as_tried:
                         measured = tried[one["sampler"], one["workers"]]
                         ratios[one["sampler"]].append(f"{one['rate'] / measured:.2f}")
-            rows.append([name, cores, *map(", ".join, ratios.values())])
+            if all(ratios.values()):
+                rows.append([name, cores, *map(", ".join, ratios.values())])
     return table(["simulator", "cores", "`sync`", "`nover`", "`ver`"], rows)
 
 
