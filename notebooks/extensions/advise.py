@@ -3,7 +3,7 @@
     python -m notebooks.extensions.advise --env-id MY_ENV
     python -m notebooks.extensions.advise --env-id MY_ENV --cores 16 --ranks 4
 
-The options are those of ver_ppo.py. It takes about three minutes, and prints
+The options are those of ver_ppo.py. It takes three to four minutes, and prints
 
 - how the simulator behaves: the time of a step, and how uneven it is
 - a table of short trainings, one after the other, with each sampler and two numbers of workers

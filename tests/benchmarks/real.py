@@ -2,7 +2,7 @@
 
     pip install crafter==1.8.3 highway-env "gymnasium[mujoco,box2d]" ale-py opencv-python
     pip install vizdoom
-    real.py --rounds 2                          3 minutes for each simulator and round
+    real.py --rounds 2                          4 minutes for each simulator and round
     real.py crafter Humanoid --rounds 1         of these alone
     taskset --cpu-list 0 real.py --rounds 1     on one core
     real.py Habitat "Habitat, short episodes" --data FOLDER --rounds 2
@@ -13,7 +13,7 @@ are added to those that the results have.
 `Habitat` and `Habitat, short episodes` need a Python that has Habitat. FOLDER has the PointNav
 episodes and scenes of habitat-lab's tests, or others in their place: in
 datasets/pointnav/habitat-test-scenes/v1 and scene_datasets. In `Habitat`, there is no stop action,
-and an episode has 100 steps. In `Habitat, short episodes`, an untrained agent stops after two to
+and an episode has 100 steps. In `Habitat, short episodes`, an untrained agent stops after about
 four steps.
 """
 
