@@ -40,6 +40,7 @@ WORTH = 1.05  # a command that is faster by less than this is not worth its opti
 SIMULATED = 10_000  # steps of each computation, about
 ROUNDING_SEC = 1e-12  # less time than this is none
 FEWEST_STEPS = 4  # T of a short training
+FEWEST_RESETS = 3  # of each environment in a training, if they take much time
 SAMPLERS = "sync", "nover", "ver"  # that can be computed
 BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} s"
 
@@ -508,9 +509,24 @@ def recommend(rows, usual):
         reasons.append("VER gains nothing here: sync is as fast, and can be repeated exactly.")
     elif gained["nover"] < WORTH:
         reasons.append("VER gains nothing over nover here.")
-    if max(row.error for row in rows) > WORTH - 1:
-        reasons.append("Chance may have moved some rates a lot (column +-): try --minutes 20.")
     return chosen, " ".join(reasons)
+
+
+def doubt(behaviour, rows, num_envs, seconds):
+    """A sentence that says why trainings of this many seconds may mislead, or nothing. Environments
+    begin together. So if resets are rare, one training may have most of them."""
+    numbers = behaviour.numbers()
+    num_steps = seconds * min(row.rate for row in rows) / num_envs  # of each environment
+    num_resets = num_steps * numbers["resets"]
+    if numbers["resets_time"] > WORTH - 1 and num_resets < FEWEST_RESETS:
+        return (
+            f"Do not trust these rates yet: resets take {numbers['resets_time']:.0%} of the time,"
+            f" but in each training here, an environment has only about {num_resets:.1f} of them."
+            " So one training may have most of them: try --minutes 20."
+        )
+    if max(row.error for row in rows) > WORTH - 1:
+        return "Chance may have moved some rates a lot (column +-): try --minutes 20."
+    return ""
 
 
 def check(options):
@@ -611,7 +627,8 @@ def launch(options):
     takes = f"{minutes:.0f} minutes" if minutes < 120 else f"{minutes / 60:.0f} hours"
     workers = options.num_workers if chosen.workers == usual else chosen.workers
     print(f"\n    {command_of(with_sampler(options, chosen.sampler, workers))}\n")
-    print(f"{reasons} A million steps take {takes}.")
+    doubts = doubt(behaviour, rows, options.num_envs, seconds)
+    print(f"{reasons} A million steps take {takes}. {doubts}".rstrip())
     for line in larger:
         print(line)
 

@@ -2,13 +2,13 @@
 
     pip install crafter==1.8.3 highway-env "gymnasium[mujoco,box2d]" ale-py opencv-python
     pip install vizdoom
-    real.py --rounds 2                          4 minutes for each simulator and round
+    real.py --rounds 2                          4 minutes for most simulators in each round
     real.py crafter Humanoid --rounds 1         of these alone
     taskset --cpu-list 0 real.py --rounds 1     on one core
     real.py Habitat "Habitat, short episodes" --data FOLDER --rounds 2
 
-notebooks/extensions/advise.py looks at each of them. Nothing else may run on the machine. Rounds
-are added to those that the results have.
+notebooks/extensions/advise.py looks at each of them, for longer where resets take much of the time
+and are rare. Nothing else may run on the machine. Rounds are added to those that the results have.
 
 `Habitat` and `Habitat, short episodes` need a Python that has Habitat. FOLDER has the PointNav
 episodes and scenes of habitat-lab's tests, or others in their place: in
@@ -29,8 +29,9 @@ import harness
 
 ATARI = "gymnasium.wrappers:AtariPreprocessing(grayscale_newaxis=True)"
 SIMULATORS = {
-    "crafter": "--env-id simulators:Crafter-v0 --num-envs 16 --num-steps 64",
-    "highway intersection": "--env-id highway_env:intersection-v1 --num-envs 16 --num-steps 64",
+    "crafter": "--env-id simulators:Crafter-v0 --num-envs 16 --num-steps 64 --minutes 12",
+    "highway intersection": "--env-id highway_env:intersection-v1 --num-envs 16 --num-steps 64"
+    " --minutes 9",
     "Hopper": "--env-id Hopper-v5",
     "Humanoid": "--env-id Humanoid-v5",
     "CarRacing": "--env-id CarRacing-v3 --wrappers 'resize(height=48, width=48)' --num-steps 64",
