@@ -238,10 +238,10 @@ def test_doubt():
     rows = [row("sync", 60), row("ver", 80)]  # in 20 s, at least 300 steps of each environment
     assert advise.doubt(behaviour, rows, 4, 20.1) == ""
     few = advise.doubt(behaviour, rows, 4, 10.0)
-    assert "about 1.5 of them" in few and "try --minutes 20" in few
+    assert "about 1.5 of them" in few and "more --minutes" in few
     assert advise.doubt(steady(0.002), rows, 4, 10.0) == ""
     varying = [row("sync", 60, error=0.06), row("ver", 80)]
-    assert "Chance" in advise.doubt(behaviour, varying, 4, 20.1)
+    assert "uncertain" in advise.doubt(behaviour, varying, 4, 20.1)
 
 
 def test_environments_go_on(tmp_path, monkeypatch):

@@ -513,19 +513,19 @@ def recommend(rows, usual):
 
 
 def doubt(behaviour, rows, num_envs, seconds):
-    """A sentence that says why trainings of this many seconds may mislead, or nothing. Environments
-    begin together. So if resets are rare, one training may have most of them."""
+    """A sentence that says why trainings of this many seconds may mislead, or nothing. If there are
+    few resets, one training may have most of them by chance, and looks slow."""
     numbers = behaviour.numbers()
     num_steps = seconds * min(row.rate for row in rows) / num_envs  # of each environment
     num_resets = num_steps * numbers["resets"]
     if numbers["resets_time"] > WORTH - 1 and num_resets < FEWEST_RESETS:
         return (
             f"Do not trust these rates yet: resets take {numbers['resets_time']:.0%} of the time,"
-            f" but in each training here, an environment has only about {num_resets:.1f} of them."
-            " So one training may have most of them: try --minutes 20."
+            f" but in the slowest training, an environment had only about {num_resets:.1f} of them."
+            " By chance, one training may have more of them than another: give it more --minutes."
         )
     if max(row.error for row in rows) > WORTH - 1:
-        return "Chance may have moved some rates a lot (column +-): try --minutes 20."
+        return "Some rates are uncertain (column +-): give it more --minutes."
     return ""
 
 
