@@ -225,9 +225,10 @@ def test_chance_recommends_nothing():
     rates = {"sync": 104, "nover": 112, "ver": 100, "ver+overlap": 90}
     rows = [row(name, rate, error=0.06) for name, rate in rates.items()]
     chosen, _ = advise.recommend(rows, 2)
-    assert chosen.sampler == "ver"
-    chosen, reasons = advise.recommend([one._replace(error=0.01) for one in rows], 2)
-    assert chosen.sampler == "nover"
+    assert chosen.sampler == "ver" and "more --minutes" in advise.doubt(steady(0.1), rows, 4, 10.0)
+    rows = [one._replace(error=0.01) for one in rows]
+    chosen, reasons = advise.recommend(rows, 2)
+    assert chosen.sampler == "nover" and advise.doubt(steady(0.1), rows, 4, 10.0) == ""
     assert "nothing over nover" in reasons and "sync is as fast" not in reasons
 
 
