@@ -3,7 +3,7 @@
     python -m notebooks.extensions.advise --env-id MY_ENV
     python -m notebooks.extensions.advise --env-id MY_ENV --cores 16 --ranks 4
 
-The options are those of ver_ppo.py. It takes three to four minutes, and prints
+The options are those of ver_ppo.py. It takes two to three minutes, and prints
 
 - how the simulator behaves: the time of a step, and how uneven it is
 - a table of short trainings, one after the other, with each sampler and two numbers of workers
@@ -49,7 +49,7 @@ BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} s"
 class Options(ver_ppo.Options):
     """Watch a simulator, try the samplers on it, and recommend a command."""
 
-    minutes: float = 3.0  # that this may take, about
+    minutes: float = 2.0  # of watching and training; starting and computing take up to one more
     cores: int | None = None  # also compute the rate of a machine with this many CPU cores
     ranks: int = 1  # that share these cores, each with a GPU of its own
     file: str | None = None  # JSON file for all times and results

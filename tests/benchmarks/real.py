@@ -56,7 +56,7 @@ def look_at(name, data):
         path = Path(folder, "found.json")
         words = [sys.executable, "-m", "notebooks.extensions.advise", "--file", str(path)]
         modules = f"{harness.HERE}{os.pathsep}{harness.ROOT}"
-        words += shlex.split((SIMULATORS | IN_HABITAT)[name])
+        words += shlex.split(f"--minutes 3 {(SIMULATORS | IN_HABITAT)[name]}")
         said = harness.execute(words, checkout=folder, PYTHONPATH=modules)
         print(said, flush=True)
         found = json.loads(path.read_text())
