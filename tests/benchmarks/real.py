@@ -56,6 +56,7 @@ def look_at(name, data):
         path = Path(folder, "found.json")
         words = [sys.executable, "-m", "notebooks.extensions.advise", "--file", str(path)]
         modules = f"{harness.HERE}{os.pathsep}{harness.ROOT}"
+        # the last --minutes counts
         words += shlex.split(f"--minutes 3 {(SIMULATORS | IN_HABITAT)[name]}")
         said = harness.execute(words, checkout=folder, PYTHONPATH=modules)
         print(said, flush=True)
