@@ -493,7 +493,7 @@ if __name__ == "__main__":
     parser.add_argument("--episodes", type=int, default=100, help=of_each)
     parser.add_argument("--steps", type=int, help="in place of the benchmark's own number")
     parser.add_argument("--more", default="", help="more arguments for tasks, transfer and skills")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     if args.what in ("skills", "duels") and not args.folder:
         parser.error("give --folder")
     if args.what in ("transfer", "skills"):
