@@ -270,7 +270,7 @@ def weights_table(kept):
         variants = kept["found"].get(group, {})
         expected = studies.EXPECTED[setting]
         full = by_kind(variants.get("ver", []))
-        for variant in studies.WEIGHTS:
+        for variant, (options, _) in studies.WEIGHTS.items():
             if variant not in variants:
                 continue
             runs = variants[variant]
@@ -282,7 +282,7 @@ def weights_table(kept):
             differs = ["", ""]
             if seeds and variant != "ver":
                 differs = [with_error(pairs[:, index], 3, "+") for index in (0, 3)]
-            if variant in ("nover", "sync"):
+            if "--sampler" in options:
                 differs[1] = ""
             weight = np.mean([np.mean(run["curves"]["ver/importance_weight"][1]) for run in runs])
             minutes = np.mean([run["minutes"] for run in runs])
